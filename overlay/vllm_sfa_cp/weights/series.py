@@ -100,7 +100,7 @@ class Schedule:
 
     @cached_property
     def _wrap(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """Fetches for the next forward, by the layer before whose wait or after whose release they go."""
+        """Wrap-around fetches, by the layer before whose wait or after whose release they go."""
         before: dict[int, tuple[int, ...]] = {}
         after: dict[int, tuple[int, ...]] = {}
         if self.carry and not self.resident:
