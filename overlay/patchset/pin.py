@@ -1,0 +1,58 @@
+"""What is pinned: one `upstream.toml` per supported vLLM release."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import toml
+from .errors import Exit, PatchsetError
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The pinned upstream of one patch set. `folder` holds upstream.toml, manifest, series and patches."""
+
+    folder: Path
+    tag: str
+    version: str
+    commit: str
+    repository: str
+    project: str
+    sdist: str
+    sdist_sha256: str
+    manifest_sha256: str
+    python: str
+
+
+def supported(patches: Path) -> list[str]:
+    """Tags that have a patch set, in name order."""
+    return sorted(p.parent.name for p in patches.glob("*/upstream.toml"))
+
+
+def load(patches: Path, version: str) -> Pin:
+    """The pin for `version` ("v0.12.0" or "0.12.0"). Raises a usage error that lists what is supported."""
+    tag = version if version.startswith("v") else f"v{version}"
+    if tag not in supported(patches):
+        known = ", ".join(supported(patches)) or "none"
+        raise PatchsetError(Exit.USAGE, f"vLLM {version!r} has no patch set here", f"supported: {known}")
+    path = patches / tag / "upstream.toml"
+    try:
+        data = toml.loads(path.read_text(encoding="utf-8"))
+        pin = Pin(
+            folder=path.parent,
+            tag=data["tag"],
+            version=data["version"],
+            commit=data["git"]["commit"],
+            repository=data["git"]["repository"],
+            project=data["sdist"]["project"],
+            sdist=data["sdist"]["filename"],
+            sdist_sha256=data["sdist"]["sha256"],
+            manifest_sha256=data["manifest"]["sha256"],
+            python=data["python"],
+        )
+    except (ValueError, KeyError, TypeError) as problem:
+        raise PatchsetError(
+            Exit.PATCH, f"{path} is unusable: {problem}", "restore it from version control"
+        ) from problem
+    if pin.tag != tag:
+        raise PatchsetError(Exit.PATCH, f"{path} pins {pin.tag}, its folder says {tag}", "rename the folder")
+    return pin
