@@ -142,9 +142,9 @@ class _Content(Enum):
 
 
 class WindowState:
-    """What the windows of one series hold; drives a source through its schedule and refuses what it forbids.
+    """What the windows of one series hold; drives a source through its schedule, refuses what it forbids.
 
-    Per layer: fetch what `enter` returns; await the layer's own fetch if `wait` says so; use the window; fetch
+    Per layer: fetch what `enter` returns; await the layer's own fetch if `wait` says so; use it; fetch
     what `leave` returns. A forward that stopped midway shows as `aborted`; the caller then calls `reset`.
     """
 
