@@ -1,0 +1,73 @@
+"""DeepSeek-V3.2 with the overlay's layers, registered in place of upstream's class for the architecture."""
+
+from itertools import islice
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model, DeepseekV3ForCausalLM
+from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
+from vllm.sequence import IntermediateTensors
+
+from vllm_sfa_cp import config as sfa_config
+from vllm_sfa_cp.layers import step as steps
+from vllm_sfa_cp.layers.decoder import decoder_layer_class
+
+
+class SfaDeepseekV2Model(DeepseekV2Model):
+    """Mode `off` is upstream's forward; the other modes run the layers on the rows of a step.
+
+    Between pipeline stages one tensor travels, `residual` [rows, 2 * hidden]: hidden states and residual side by
+    side. vLLM's sequence parallelism already sends that name unsliced, with T_pad / n rows.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        self.decoder_layer_cls = decoder_layer_class()
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.sfa = sfa_config.resolve(vllm_config)
+        if self.sfa.mode != "off":
+            self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
+                ["residual"], 2 * self.config.hidden_size
+            )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        """See upstream. input_ids, positions [T_pad] -> hidden states [T, hidden], or the stage's output."""
+        if self.sfa.mode == "off":
+            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        layers = list(islice(self.layers, self.start_layer, self.end_layer))
+        step = steps.begin(self.sfa, layers[0].self_attn.mla_attn.mla_attn.layer_name, positions)
+        if get_pp_group().is_first_rank:
+            embeds = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            hidden_states, residual = step.shard(embeds), None
+        else:
+            assert intermediate_tensors is not None
+            rows = intermediate_tensors["residual"]
+            hidden_states, residual = self._unpack(step, rows)
+        for layer in layers:
+            hidden_states, residual = layer.forward_rows(step, hidden_states, residual)
+        if not get_pp_group().is_last_rank:
+            return IntermediateTensors({"residual": self._pack(step, hidden_states, residual)})
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return step.unshard(hidden_states)
+
+    def _pack(self, step: steps.Step, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([hidden_states, residual], dim=-1)
+        # A TP step holds all rows everywhere; its ranks send a share each.
+        return both if step.sharded else step.partition.shard(both)
+
+    def _unpack(self, step: steps.Step, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = rows if step.sharded else step.group.all_gather(rows, dim=0)
+        hidden_states, residual = both.chunk(2, dim=-1)
+        return hidden_states.contiguous(), residual.contiguous()
+
+
+class SfaDeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """Upstream's model with the overlay's layers; same parameters, same loader."""
+
+    model_cls = SfaDeepseekV2Model

@@ -1,0 +1,4 @@
+"""placeholder replaced below"""
+
+def apply_all():
+    pass
