@@ -1,29 +1,41 @@
-"""Reference kernels in plain torch: exact, blocked, causal-only. The CPU's kernels and every device's oracle.
+"""Reference kernels in torch: exact, blocked, causal-only. The CPU's kernels and every device's oracle.
 
 Guarantees
-- Memory: beyond inputs and outputs a launch holds one segment's keys (linear in its context), one score
-  tile and one block of gathered latents; nothing of size T x context, no gather of the whole step.
-- Work: a block of rows scores keys up to its own largest visible key, rounded up to `_KEY_TILE`.
-- Selection: given scores, ties go to the lowest position. Scores are reproducible bit for bit, whatever
-  else is in the launch: products are formed over tiles of fixed key count at fixed positions, and a row's
-  heads are padded to a multiple of `_HEAD_PAD`, below which BLAS adds in another order.
+- Memory: beyond inputs and outputs a launch holds one segment's keys (linear in its context), one tile of
+  products, one block of scores and one block of gathered latents; nothing of size T x context, and no gather
+  of the whole step.
+- Work: a block of rows scores keys up to its own largest visible key, rounded up to `_KEY_TILE`. Rows that
+  see no more than topk keys select all of them unscored.
+- Selection: given scores, ties go to the lowest position. Scores are the same bits whatever else is in the
+  launch: products come from tiles of fixed key count at fixed positions, the heads of a row are padded to a
+  multiple of `_HEAD_PAD` (below that BLAS adds in another order), the weighted sum has a fixed order.
 - A cache block is read only on behalf of a row that may see a key in it.
+
+What bounds them: docs/kernels.md.
 """
+
+from types import ModuleType
 
 import torch
 
 from vllm_sfa_cp.ops.interface import Segments
 
-_ROW_BLOCK = 16
+_ROW_BLOCK = 16  # rows per product tile: 16 x 32 heads x 512 keys x 4 bytes is the 1 MiB of a usual L2 cache
 _KEY_TILE = 512
 _HEAD_PAD = 8
-_ATTEND_ROWS = 16
+_BATCHED_ROWS = 4  # a segment with at most this many rows to score shares batched calls with others
+_ATTEND_ELEMENTS = 8 * 128 * 288  # latents gathered at a time, about the L2 cache in float32
+_ATTEND_SPAN = 256  # rows whose cache slots are computed at a time
 
 
 class ReferenceOps:
-    """`SparseOps` in torch. float32 or bfloat16; scores, softmax and their sums are float32."""
+    """`SparseOps` in torch. float32 or bfloat16; sums over heads, softmax and selection are float32."""
 
     name = "reference"
+
+    def __init__(self, fused: bool = True) -> None:
+        """`fused=False`: torch only, also on the CPU (otherwise numba fuses what torch cannot)."""
+        self._loops = _load_loops() if fused else None
 
     def write_latent(
         self, kv_cache: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, slot_mapping: torch.Tensor
@@ -47,21 +59,30 @@ class ReferenceOps:
         out = torch.where(positions < visible[:, None], positions, -1).to(torch.int32)
         if segments.max_key_len <= topk:
             return out
-        pad = -q.shape[1] % _HEAD_PAD
-        if pad:
+        if pad := -q.shape[1] % _HEAD_PAD:
             q = torch.nn.functional.pad(q, (0, 0, 0, pad))
             weights = torch.nn.functional.pad(weights, (0, pad))
-        weights = weights.float()
-        scored = (visible > topk).nonzero().flatten()
-        for segment, count in zip(*torch.unique_consecutive(segment_of_row[scored], return_counts=True)):
-            last = int(segments.cu_query_lens[segment])
-            first = last - int(count)
-            keys = _segment_keys(k_cache, segments.block_table[segment], int(segments.key_lens[segment]))
-            for start in range(first, last, _ROW_BLOCK):
-                block = slice(start, min(start + _ROW_BLOCK, last))
-                scores = _scores(q[block], weights[block], keys, int(visible[block.stop - 1]))
-                hidden = torch.arange(scores.shape[1], device=q.device) >= visible[block, None]
-                out[block] = select_topk(scores.masked_fill_(hidden, -torch.inf), topk)
+        scorer = _Scorer(q, weights, k_cache, visible, topk, self._loops)
+
+        scored = torch.zeros_like(segments.key_lens, dtype=torch.long)
+        scored.index_add_(0, segment_of_row, (visible > topk).long())
+        few: list[int] = []
+        for segment, (end, count) in enumerate(zip(segments.cu_query_lens.tolist(), scored.tolist())):
+            if count <= _BATCHED_ROWS:
+                few.extend(range(end - count, end))
+                continue
+            keys = scorer.keys(segments.block_table[segment, None], visible[end - 1, None])[0]
+            for start in range(end - count, end, _ROW_BLOCK):
+                block = slice(start, min(start + _ROW_BLOCK, end))
+                scorer.score_block(block, keys)
+                scorer.select(block, out[block])
+        if few:
+            rows_left = torch.tensor(few, device=q.device)
+            rows_left = rows_left[visible[rows_left].argsort(stable=True)]  # similar contexts share a call
+            for group in rows_left.split(_ROW_BLOCK):
+                scorer.score_batch(group, segments.block_table[segment_of_row[group]])
+                chosen = torch.empty(len(group), topk, dtype=torch.int32, device=q.device)
+                out[group] = scorer.select(group, chosen)
         return out
 
     def sparse_mla(
@@ -73,25 +94,141 @@ class ReferenceOps:
         segments: Segments,
         scale: float,
     ) -> torch.Tensor:
-        rows, _, width = q_latent.shape
-        out = torch.zeros_like(q_latent)
-        block_size = kv_cache.shape[1]
-        flat_cache = kv_cache.flatten(0, 1)
-        segment_of_row, visible = row_view(segments, rows)
-        attending = ((visible > 0) & (indices[:, 0] >= 0)).nonzero().flatten()
-        query = torch.cat((q_latent, q_pe), dim=-1)
-        for chosen in attending.split(_ATTEND_ROWS):
-            position = indices[chosen].long()
-            missing = position < 0
-            position = torch.where(missing, position[:, :1], position)
-            table = segments.block_table[segment_of_row[chosen]].long()
-            slot = table.gather(1, position // block_size) * block_size + position % block_size
-            latent = flat_cache[slot]
-            scores = torch.bmm(query[chosen], latent.transpose(1, 2)).float().mul_(scale)
-            scores.masked_fill_(missing[:, None], -torch.inf)
-            probability = scores.softmax(-1).to(latent.dtype)
-            out[chosen] = torch.bmm(probability, latent[..., :width])
-        return out
+        segment_of_row, visible = row_view(segments, q_latent.shape[0])
+        attends = (visible > 0) & (indices[:, 0] >= 0)
+        count = int(attends.sum())
+        rows: slice | torch.Tensor = slice(0, count)
+        if not bool(attends[:count].all()):  # a row that selects nothing sits between others
+            rows = attends.nonzero()[:, 0]
+        out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+        result = out[:count]
+        _attend(
+            q_latent[rows],
+            q_pe[rows],
+            kv_cache,
+            indices[rows],
+            segment_of_row[rows],
+            segments.block_table,
+            scale,
+            result,
+        )
+        if isinstance(rows, slice):
+            out[count:] = 0
+            return out
+        return torch.zeros_like(out).index_copy_(0, rows, result)
+
+
+class _Scorer:
+    """Indexer scores of one launch, a block of rows at a time, in buffers that every block reuses."""
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        k_cache: torch.Tensor,
+        visible: torch.Tensor,
+        topk: int,
+        loops: ModuleType | None,
+    ) -> None:
+        """q [T, HI, DI] and weights [T, HI] with HI a multiple of `_HEAD_PAD`; visible [T]."""
+        self._q, self._weights, self._cache, self._topk = q, weights.float().contiguous(), k_cache, topk
+        self._visible = visible.long()
+        self._longest = _whole_tiles(int(visible.max()))
+        self._scores = torch.empty(_ROW_BLOCK, self._longest, device=q.device)
+        self._products = q.new_empty(_ROW_BLOCK, q.shape[1], _KEY_TILE)
+        supported = q.is_cpu and q.dtype in (torch.float32, torch.bfloat16)
+        self._loops = loops if supported else None
+
+    def keys(self, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """[n, whole tiles, DI] cached keys in context order; past its length a row repeats its last key."""
+        position = torch.arange(_whole_tiles(int(lengths.max())), device=table.device)
+        position = position.minimum(lengths.long()[:, None] - 1)
+        row = torch.arange(len(table), device=table.device)
+        slots = cache_slots(table, row, position, self._cache.shape[1])
+        return self._cache.flatten(0, 1).index_select(0, slots.flatten()).view(*position.shape, -1)
+
+    def score_block(self, rows: slice, keys: torch.Tensor) -> None:
+        """Consecutive rows of one segment against its keys [whole tiles, DI]."""
+        q, weights = self._q[rows].flatten(0, 1), self._weights[rows]
+        products = self._products[: len(weights)]
+        for start in range(0, int(self._visible[rows.stop - 1]), _KEY_TILE):
+            torch.mm(q, keys[start : start + _KEY_TILE].t(), out=products.flatten(0, 1))
+            self._reduce(products, weights, start)
+
+    def score_batch(self, rows: torch.Tensor, table: torch.Tensor) -> None:
+        """Unrelated rows, each against the keys of its own block table row."""
+        q, weights, visible = self._q[rows], self._weights[rows], self._visible[rows]
+        products = self._products[: len(rows)]
+        row = torch.arange(len(rows), device=rows.device)
+        flat_cache = self._cache.flatten(0, 1)
+        for start in range(0, int(visible.max()), _KEY_TILE):
+            position = torch.arange(start, start + _KEY_TILE, device=rows.device)
+            position = position.minimum(visible[:, None] - 1)
+            slots = cache_slots(table, row, position, self._cache.shape[1])
+            keys = flat_cache.index_select(0, slots.flatten()).view(len(rows), _KEY_TILE, -1)
+            torch.bmm(q, keys.transpose(1, 2), out=products)
+            self._reduce(products, weights, start)
+
+    def select(self, rows: slice | torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Fill and return chosen [n, topk] int32 from the scores of the n rows scored last."""
+        visible = self._visible[rows]
+        if self._loops is not None:
+            self._loops.select_topk(self._scores.numpy(), visible.numpy(), chosen.numpy())
+            return chosen
+        scores = self._scores[: len(visible), : _whole_tiles(int(visible.max()))]
+        hidden = torch.arange(scores.shape[1], device=scores.device) >= visible[:, None]
+        return chosen.copy_(select_topk(scores.masked_fill(hidden, -torch.inf), self._topk))
+
+    def _reduce(self, products: torch.Tensor, weights: torch.Tensor, start: int) -> None:
+        if self._loops is None:
+            total = torch.bmm(weights[:, None], products.relu_().float())
+            self._scores[: len(weights), start : start + _KEY_TILE] = total[:, 0]
+        elif products.dtype == torch.float32:
+            self._loops.weighted_relu_sum(products.numpy(), weights.numpy(), self._scores.numpy(), start)
+        else:
+            bits = products.view(torch.uint16).numpy()
+            self._loops.weighted_relu_sum_bf16(bits, weights.numpy(), self._scores.numpy(), start)
+
+
+def _attend(
+    q_latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    indices: torch.Tensor,
+    segment_of_row: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attention of n rows that all have indices[:, 0] >= 0 into out [n, H, D]; arguments as `sparse_mla`."""
+    (rows, heads, width), topk = q_latent.shape, indices.shape[1]
+    full = kv_cache.shape[-1]
+    step = max(1, min(rows, _ATTEND_ELEMENTS // (topk * full)))
+    flat_cache = kv_cache.flatten(0, 1)
+    query = q_latent.new_empty(step, heads, full)
+    latent = kv_cache.new_empty(step, topk, full)
+    scores = q_latent.new_empty(step, heads, topk)
+    for first in range(0, rows, _ATTEND_SPAN):
+        span = slice(first, first + _ATTEND_SPAN)
+        position = indices[span].long()
+        missing = position < 0
+        masked = bool(missing[:, -1].any())
+        position = torch.where(missing, position[:, :1], position)  # a key the row may read; weight 0
+        slots = cache_slots(block_table, segment_of_row[span], position, kv_cache.shape[1])
+        for start in range(first, min(first + _ATTEND_SPAN, rows), step):
+            block = slice(start, min(start + step, first + _ATTEND_SPAN, rows))
+            inner = slice(block.start - first, block.stop - first)
+            count = block.stop - block.start
+            query[:count, :, :width] = q_latent[block]
+            query[:count, :, width:] = q_pe[block]
+            gathered, score = latent[:count], scores[:count]
+            torch.index_select(flat_cache, 0, slots[inner].flatten(), out=gathered.flatten(0, 1))
+            torch.bmm(query[:count], gathered.transpose(1, 2), out=score)
+            logits = score.float().mul_(scale)  # in place when already float32
+            if masked:
+                logits.masked_fill_(missing[inner, None], -torch.inf)
+            probability = torch.softmax(logits, -1).to(gathered.dtype)
+            torch.bmm(probability, gathered[..., :width], out=out[block])
 
 
 def row_view(segments: Segments, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,6 +238,14 @@ def row_view(segments: Segments, rows: int) -> tuple[torch.Tensor, torch.Tensor]
     segment = torch.searchsorted(cu, row, right=True).clamp_(max=cu.shape[0] - 1)
     visible = segments.key_lens[segment] - (cu[segment] - 1 - row)
     return segment, torch.where(row < cu[-1], visible, 0).clamp_(min=0)
+
+
+def cache_slots(
+    block_table: torch.Tensor, segment_of_row: torch.Tensor, position: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """[n, m] int64 rows of the flattened cache that hold position [n, m] of each row's request."""
+    entry = position // block_size + (segment_of_row * block_table.shape[1])[:, None]
+    return block_table.flatten()[entry].long() * block_size + position % block_size
 
 
 def select_topk(scores: torch.Tensor, topk: int) -> torch.Tensor:
@@ -119,25 +264,8 @@ def select_topk(scores: torch.Tensor, topk: int) -> torch.Tensor:
     return chosen.nonzero()[:, 1].view(-1, topk)
 
 
-def _scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, limit: int) -> torch.Tensor:
-    """float32 [rows, limit rounded up to whole key tiles] of sum_h w_h relu(q_h . k)."""
-    rows, heads, width = q.shape
-    flat_q = q.reshape(rows * heads, width)
-    tiles = -(-limit // _KEY_TILE)
-    out = torch.empty(rows, tiles * _KEY_TILE, device=q.device)
-    for tile in range(tiles):
-        cut = slice(tile * _KEY_TILE, (tile + 1) * _KEY_TILE)
-        product = torch.mm(flat_q, keys[cut].t()).relu_().float()
-        out[:, cut] = torch.bmm(weights[:, None], product.view(rows, heads, -1))[:, 0]
-    return out
-
-
-def _segment_keys(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """One request's rows in context order, [length rounded up to whole key tiles, width], zero-padded."""
-    block_size, width = cache.shape[1:]
-    keys = cache.new_zeros(-(-length // _KEY_TILE) * _KEY_TILE, width)
-    keys[:length] = cache[table[: -(-length // block_size)].long()].flatten(0, 1)[:length]
-    return keys
+def _whole_tiles(length: int) -> int:
+    return -(-length // _KEY_TILE) * _KEY_TILE
 
 
 def _write_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -146,3 +274,11 @@ def _write_rows(cache: torch.Tensor, rows: torch.Tensor, slot_mapping: torch.Ten
     keep = slots >= 0
     slots = slots[keep]
     cache[slots // block_size, slots % block_size] = rows[keep].to(cache.dtype)
+
+
+def _load_loops() -> ModuleType | None:
+    try:
+        from vllm_sfa_cp.ops import cpu_loops
+    except ImportError:  # numba is vLLM's dependency, not ours
+        return None
+    return cpu_loops
