@@ -5,10 +5,11 @@ from functools import partial
 import torch
 from vllm.attention.utils.kv_transfer_utils import maybe_transfer_kv_layer
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2MLAAttention
 
 from vllm_sfa_cp.layers.indexer import SfaIndexer
+from vllm_sfa_cp.layers.replicated import FullLinear
 from vllm_sfa_cp.layers.step import Step
 
 
@@ -45,9 +46,9 @@ class CpMLAAttention(RowsMLAAttention):
     loader, bias (if any) added once on every rank, no reduction at the end.
     """
 
-    q_b_proj_cls = ReplicatedLinear
-    kv_b_proj_cls = ReplicatedLinear
-    o_proj_cls = ReplicatedLinear
+    q_b_proj_cls = FullLinear
+    kv_b_proj_cls = FullLinear
+    o_proj_cls = FullLinear
     head_shards = staticmethod(lambda: 1)
 
     def forward_rows(self, step: Step, x: torch.Tensor, llama_4_scaling: torch.Tensor | None) -> torch.Tensor:
