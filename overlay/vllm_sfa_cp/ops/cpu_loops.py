@@ -74,7 +74,7 @@ def select_topk(scores: Any, visible: Any, chosen: Any) -> None:
     """chosen[r] = positions of the topk largest of scores[r, :visible[r]], ascending; ties: the lowest.
 
     scores [>= rows, keys], visible [rows] > topk, chosen [rows, topk]. The threshold is found by bisection
-    over the scores' bits, read as integers of the same order: every step is one count without branches, and at
+    over the scores' bits, read as integers of the same order: every step is one branchless count, and at
     most 32 are needed, whatever the scores. NaN counts as the lowest score.
     """
     rows, topk = chosen.shape

@@ -20,11 +20,12 @@ import torch
 
 from vllm_sfa_cp.ops.interface import Segments
 
-_ROW_BLOCK = 16  # rows per product tile: 16 x 32 heads x 512 keys x 4 bytes is the 1 MiB of a usual L2 cache
-_KEY_TILE = 512
+_ROW_BLOCK = 32  # rows per product tile: 32 x 32 heads x 256 keys x 4 bytes is the 1 MiB of a usual L2 cache
+_KEY_TILE = 256
+_SLOT_SPAN = 8 * _KEY_TILE  # keys of unrelated rows whose cache slots are computed at a time
 _HEAD_PAD = 8
 _BATCHED_ROWS = 4  # a segment with at most this many rows to score shares batched calls with others
-_ATTEND_ELEMENTS = 8 * 128 * 288  # latents gathered at a time, about the L2 cache in float32
+_ATTEND_ELEMENTS = 16 * 128 * 288  # latents gathered at a time: twice a usual L2 cache, few calls
 _ATTEND_SPAN = 256  # rows whose cache slots are computed at a time
 
 
@@ -161,13 +162,16 @@ class _Scorer:
         products = self._products[: len(rows)]
         row = torch.arange(len(rows), device=rows.device)
         flat_cache = self._cache.flatten(0, 1)
-        for start in range(0, int(visible.max()), _KEY_TILE):
-            position = torch.arange(start, start + _KEY_TILE, device=rows.device)
+        keys = self._cache.new_empty(len(rows), _KEY_TILE, flat_cache.shape[1])
+        longest = _whole_tiles(int(visible.max()))
+        for first in range(0, longest, _SLOT_SPAN):
+            position = torch.arange(first, min(first + _SLOT_SPAN, longest), device=rows.device)
             position = position.minimum(visible[:, None] - 1)
             slots = cache_slots(table, row, position, self._cache.shape[1])
-            keys = flat_cache.index_select(0, slots.flatten()).view(len(rows), _KEY_TILE, -1)
-            torch.bmm(q, keys.transpose(1, 2), out=products)
-            self._reduce(products, weights, start)
+            for tile, part in enumerate(slots.split(_KEY_TILE, dim=1)):
+                torch.index_select(flat_cache, 0, part.flatten(), out=keys.flatten(0, 1))
+                torch.bmm(q, keys.transpose(1, 2), out=products)
+                self._reduce(products, weights, first + tile * _KEY_TILE)
 
     def select(self, rows: slice | torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Fill and return chosen [n, topk] int32 from the scores of the n rows scored last."""
