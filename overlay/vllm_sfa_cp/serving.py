@@ -46,6 +46,7 @@ class Server:
     """
 
     name = "tiny"
+    grace = 20.0  #: seconds between SIGTERM and SIGKILL
 
     def __init__(
         self,
@@ -153,12 +154,12 @@ class Server:
             f.seek(max(0, f.seek(0, os.SEEK_END) - 400 * lines))
             return "\n".join(f.read().decode(errors="replace").splitlines()[-lines:])
 
-    def stop(self, grace: float = 20) -> None:
+    def stop(self) -> None:
         """End the whole process group: SIGTERM, then SIGKILL after `grace` seconds. Safe to call twice."""
         if self._process is None:
             return
         group = self._process.pid
-        for sig, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
+        for sig, wait in ((signal.SIGTERM, self.grace), (signal.SIGKILL, 10.0)):
             _signal_group(group, sig)
             deadline = time.monotonic() + wait
             while time.monotonic() < deadline:
