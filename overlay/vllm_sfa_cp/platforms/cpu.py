@@ -83,11 +83,16 @@ class SfaCpCpuPlatform(CpuPlatform):
 
         chunked, batched = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         prefix_caching = cache.enable_prefix_caching
+        launcher = parallel.distributed_executor_backend
         given_cache_space = "VLLM_CPU_KVCACHE_SPACE" in os.environ
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = "vllm_sfa_cp.worker.SfaCpuWorker"
         super().check_and_update_config(vllm_config)
         # Upstream switches these off for MLA on CPUs; the sparse backend supports them.
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, batched
         cache.enable_prefix_caching = prefix_caching
+        if launcher == "external_launcher":  # one engine per rank, started by the caller: needs nothing of "mp"
+            parallel.distributed_executor_backend = launcher
         if not given_cache_space:
             cache.cpu_kvcache_space_bytes = default_cache_bytes(psutil.virtual_memory().total, ranks)
 
@@ -97,9 +102,7 @@ class SfaCpCpuPlatform(CpuPlatform):
         compilation.custom_ops = ["none"]
         compilation.splitting_ops = []
         if config.mode != "off":
-            # vLLM's own switch for a residual stream sharded over the TP group: the runner then pads steps to
-            # a multiple of n, and pipeline stages exchange sharded rows.
-            compilation.pass_config.enable_sp = True
+            # A full step is padded to a multiple of n, and the runner's buffers end at this number.
             n = parallel.tensor_parallel_size
             scheduler.max_num_batched_tokens = round_up(scheduler.max_num_batched_tokens, n)
             logger.info(

@@ -1,0 +1,66 @@
+"""What rank processes do in engine tests: build an engine, run prompts, report. Imported inside `RankPool`."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def engine(model: str, **kwargs: Any) -> Iterator[Any]:
+    """vLLM's LLM on `model` with defaults fit for tests; torn down with its process groups afterwards."""
+    from vllm import LLM
+    from vllm.config import get_cached_compilation_config
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    # Something asked for it outside any engine: the next engine must not be built under that answer.
+    get_cached_compilation_config.cache_clear()
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "skip_tokenizer_init": True,
+        "max_logprobs": -1,
+        "logprobs_mode": "raw_logits",
+        "distributed_executor_backend": "external_launcher",
+        "seed": 0,
+        "num_gpu_blocks_override": 96,
+    }
+    llm = LLM(model, **{**defaults, **kwargs})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 8, logits: bool = True) -> list[dict]:
+    """Greedy tokens and the first step's logits [vocab] of every prompt, all in flight at once."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=-1 if logits else None,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    results = []
+    for out in outs:
+        result: dict[str, Any] = {"tokens": list(out.outputs[0].token_ids)}
+        if logits:
+            first = out.outputs[0].logprobs[0]
+            result["logits"] = torch.tensor([first[i].logprob for i in range(len(first))])
+        results.append(result)
+    return results
+
+
+def run(model: str, prompts: list[list[int]], max_tokens: int = 8, rounds: int = 1, **kwargs: Any) -> list:
+    """One engine, `rounds` times the same prompts; returns [round][prompt]."""
+    with engine(model, **kwargs) as llm:
+        return [generate(llm, prompts, max_tokens) for _ in range(rounds)]
