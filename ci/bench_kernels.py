@@ -1,0 +1,120 @@
+"""Time the sparse-attention kernels of one kernel set and print one JSON object.
+
+    python ci/bench_kernels.py --threads 1 --dtype float32
+
+Each entry: median and minimum wall time over `--repeats` runs, CPU time of the cheapest run, and the useful
+multiply-adds per second (keys that a row may see, or has selected; padding does not count). `gemm_gflops` is the
+rate of a 2048 x 2048 x 2048 matrix product in the same process: the bound to compare with.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "overlay"))
+
+from vllm_sfa_cp.ops import get_ops
+from vllm_sfa_cp.ops.interface import Segments
+
+INDEX_HEADS, INDEX_WIDTH, LATENT, ROPE, BLOCK = 32, 64, 256, 32, 16
+LAUNCHES = {  # name: rows per segment, visible keys of its last row
+    "prefill 1024 rows at 1024": ([1024], [1024]),
+    "prefill 1024 rows at 8192": ([1024], [8192]),
+    "prefill 1024 rows at 16384": ([1024], [16384]),
+    "prefill 8192 rows at 8192": ([8192], [8192]),
+    "32 chunks of 32 rows at 600": ([32] * 32, [600] * 32),
+    "decode 8 rows at 2048": ([1] * 8, [2048] * 8),
+}
+
+
+def measure(run: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Milliseconds: median and minimum wall time, CPU time of the run with the least of it."""
+    run()
+    wall, cpu = [], []
+    for _ in range(repeats):
+        wall_start, cpu_start = time.perf_counter(), time.process_time()
+        run()
+        wall.append((time.perf_counter() - wall_start) * 1e3)
+        cpu.append((time.process_time() - cpu_start) * 1e3)
+    return {
+        "ms": round(statistics.median(wall), 3),
+        "ms_min": round(min(wall), 3),
+        "cpu_ms_min": round(min(cpu), 3),
+    }
+
+
+def with_rate(entry: dict[str, object], times: dict[str, float], flops: int) -> dict[str, object]:
+    return {**entry, **times, "gflops": round(flops / times["ms_min"] / 1e6, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ops", default="reference")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--heads", type=int, nargs="+", default=[64, 8], help="query heads of the attention")
+    parser.add_argument("--topk", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="run the launches whose name contains this")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    dtype, topk, ops = getattr(torch, options.dtype), options.topk, get_ops(options.ops)
+
+    square = torch.randn(2048, 2048).to(dtype)
+    gemm = measure(lambda: square @ square, options.repeats)
+    runs: list[dict[str, object]] = []
+    for name, (counts, lengths) in LAUNCHES.items():
+        if options.only not in name:
+            continue
+        rows, width = sum(counts), -(-max(lengths) // BLOCK)
+        blocks = len(counts) * width
+        segments = Segments(
+            torch.tensor(counts).cumsum(0).int(),
+            torch.tensor(lengths).int(),
+            torch.randperm(blocks).view(len(counts), -1).int(),
+            max(lengths),
+        )
+        q, weights = torch.randn(rows, INDEX_HEADS, INDEX_WIDTH).to(dtype), torch.rand(rows, INDEX_HEADS)
+        k_cache = torch.randn(blocks, BLOCK, INDEX_WIDTH).to(dtype)
+        seen = sum(
+            v for c, k in zip(counts, lengths) for v in range(max(k - c + 1, topk + 1), k + 1)
+        )  # rows that see at most topk keys are not scored
+        indices = ops.indexer_topk(q, weights, k_cache, segments, topk)
+        times = measure(lambda: ops.indexer_topk(q, weights, k_cache, segments, topk), options.repeats)  # noqa: B023
+        runs.append(
+            with_rate({"kernel": "indexer_topk", "launch": name}, times, 2 * seen * INDEX_HEADS * INDEX_WIDTH)
+        )
+        kv_cache = torch.randn(blocks, BLOCK, LATENT + ROPE).to(dtype)
+        selected = int((indices >= 0).sum())
+        for heads in options.heads:
+            q_latent, q_pe = (torch.randn(rows, heads, d).to(dtype) for d in (LATENT, ROPE))
+            times = measure(
+                lambda: ops.sparse_mla(q_latent, q_pe, kv_cache, indices, segments, 0.1),  # noqa: B023
+                options.repeats,
+            )
+            entry = {"kernel": "sparse_mla", "heads": heads, "launch": name}
+            runs.append(with_rate(entry, times, 2 * selected * heads * (2 * LATENT + ROPE)))
+    report = {
+        "ops": options.ops,
+        "threads": options.threads,
+        "dtype": options.dtype,
+        "topk": topk,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "gemm_gflops": round(2 * 2048**3 / gemm["ms_min"] / 1e6, 1),
+        "runs": runs,
+    }
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
