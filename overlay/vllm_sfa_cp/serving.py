@@ -23,7 +23,7 @@ SFA_CP_ARGS = ("--additional-config", '{"enable_sfa_cp": true}')
 
 
 class ServerError(RuntimeError):
-    """The server died or did not get ready in time; the message ends with the tail of its log."""
+    """The server died, broke off or did not get ready in time; the message ends with the tail of its log."""
 
 
 class HTTPStatusError(RuntimeError):
@@ -105,7 +105,7 @@ class Server:
 
     def start(self) -> None:
         """Start the process; returns at once."""
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **self.env}
         with self.log.open("wb") as out:
             self._process = subprocess.Popen(
                 self.command,
@@ -180,7 +180,10 @@ class Server:
             return json.loads(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any], timeout: float = 600) -> Iterator[dict[str, Any]]:
-        """Send JSON with `stream: true` and yield each server-sent event until [DONE]."""
+        """Send JSON with `stream: true` and yield each server-sent event until [DONE].
+
+        An error after the first byte comes as an event, not as a status: it raises ServerError.
+        """
         with _open(self.base_url + path, {**body, "stream": True}, timeout) as response:
             for line in response:
                 if not line.startswith(b"data:"):
@@ -188,7 +191,12 @@ class Server:
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
-                yield json.loads(data)
+                event = json.loads(data)
+                if "error" in event:
+                    raise ServerError(
+                        f"the stream broke off: {event['error'].get('message')}\n{self.log_tail()}"
+                    )
+                yield event
 
 
 def _temporary_log() -> Path:
