@@ -4,12 +4,13 @@ The same implementation serves the TP path (called by vLLM's MLAAttention with t
 (called by `layers.mla` with local rows and all heads).
 """
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from vllm.attention.backends.abstract import AttentionBackend, MultipleOf
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.attention.backends.mla.common import MLACommonBaseImpl
 
 from vllm_sfa_cp.metadata import IndexerMetadataBuilder, SfaMetadata, SfaMetadataBuilder
@@ -71,22 +72,64 @@ class IndexerBackend(SfaBackend):
         return IndexerMetadataBuilder
 
 
+class HeadWeights(NamedTuple):
+    """Up-projections of some heads, views of one kv_b weight [H * (nope + v), D].
+
+    uk_t: [H, nope, D] absorbs a query's nope part. uv: [H, D, v] turns an attended latent into values.
+    """
+
+    uk_t: torch.Tensor
+    uv: torch.Tensor
+
+    @classmethod
+    def of(cls, kv_b: torch.Tensor, nope: int, v: int) -> "HeadWeights":
+        """Split a kv_b weight; nothing is copied."""
+        uk_t, uv = kv_b.view(-1, nope + v, kv_b.shape[-1]).split([nope, v], dim=1)
+        return cls(uk_t, uv.transpose(1, 2))
+
+    def heads(self, first: int, count: int) -> "HeadWeights":
+        """The weights of some of the heads."""
+        return HeadWeights(self.uk_t[first : first + count], self.uv[first : first + count])
+
+
 class SfaImpl(MLACommonBaseImpl[SfaMetadata]):
     """Attention in latent space.
 
-    W_UK_T [H, nope, D] and W_UV [H, D, v] come from upstream's `process_weights_after_loading` and cover the
-    heads of this implementation: all of them where kv_b_proj is replicated, else this rank's.
+    kv_b: weight [H * (nope + v), D] of the heads held here (all of them where kv_b_proj is replicated, else this
+    rank's), or None where another rank owns the layer. kv_b_proj's own tensor if unquantised, a copy otherwise.
     """
 
+    kv_b: torch.Tensor | None = None
+
     def __init__(self, num_heads: int, *args, kv_b_proj, **kwargs) -> None:
-        # A replicated kv_b_proj holds every head, whatever the TP path's share is.
-        qk_nope, v = kwargs["qk_nope_head_dim"], kwargs["v_head_dim"]
         self.tp_heads = num_heads
-        held = kv_b_proj.output_size_per_partition // (qk_nope + v)
+        # A replicated kv_b_proj holds every head, whatever the TP path's share is.
+        held = kv_b_proj.output_size_per_partition // (kwargs["qk_nope_head_dim"] + kwargs["v_head_dim"])
         super().__init__(held, *args, kv_b_proj=kv_b_proj, **kwargs)
-        replicated = held != num_heads
-        self.first_tp_head = get_tp_group().rank_in_group * num_heads if replicated else 0
+        self.first_tp_head = get_tp_group().rank_in_group * num_heads if held != num_heads else 0
         self.ops = get_ops(sfa_config.resolve(get_current_vllm_config()).ops)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Take kv_b_proj's weight, dequantised if need be, into `kv_b`. On a second call (reload) the tensor
+        keeps its address."""
+        layer = self.kv_b_proj
+        if layer.weight.is_meta:
+            return
+        if isinstance(layer.quant_method, UnquantizedLinearMethod):
+            weight = layer.weight.data
+        else:
+            eye = torch.eye(self.kv_lora_rank, dtype=act_dtype, device=layer.weight.device)
+            weight = layer.quant_method.apply(layer, eye, bias=None).t().contiguous()
+        if self.kv_b is None or weight.data_ptr() == self.kv_b.data_ptr():
+            self.kv_b = weight
+        else:
+            self.kv_b.copy_(weight)
+
+    def head_weights(self, kv_b: torch.Tensor | None = None) -> HeadWeights:
+        """Up-projections out of `kv_b`, by default those held here."""
+        kv_b = self.kv_b if kv_b is None else kv_b
+        assert kv_b is not None
+        return HeadWeights.of(kv_b, self.qk_nope_head_dim, self.v_head_dim)
 
     def forward(
         self,
@@ -108,10 +151,9 @@ class SfaImpl(MLACommonBaseImpl[SfaMetadata]):
         meta, tokens = attn_metadata, attn_metadata.num_actual_tokens
         self.ops.write_latent(kv_cache, k_c_normed[:tokens], k_pe[:tokens].squeeze(1), meta.slot_mapping)
         indices = self.indexer.topk_indices_buffer[:tokens]
-        first = self.first_tp_head
-        heads = slice(first, first + self.tp_heads)
+        held = self.head_weights().heads(self.first_tp_head, self.tp_heads)
         output[tokens:].zero_()
-        output[:tokens] = self.attend(q[:tokens], kv_cache, indices, meta.segments, heads)
+        output[:tokens] = self.attend(q[:tokens], kv_cache, indices, meta.segments, held)
         return output
 
     def attend(
@@ -120,11 +162,11 @@ class SfaImpl(MLACommonBaseImpl[SfaMetadata]):
         kv_cache: torch.Tensor,
         indices: torch.Tensor,
         segments: Segments,
-        heads: slice = slice(None),
+        held: HeadWeights,
     ) -> torch.Tensor:
         """Absorb W_UK, attend to the selected keys, apply W_UV. q [rows, H, nope + rope] with the rope part
-        rotated; `heads`: which of the held heads they are. Returns [rows, H * v]."""
+        rotated; `held`: up-projections of those H heads. Returns [rows, H * v]."""
         q_nope, q_pe = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self.W_UK_T[heads]).transpose(0, 1)
+        q_latent = torch.bmm(q_nope.transpose(0, 1), held.uk_t).transpose(0, 1)
         latent = self.ops.sparse_mla(q_latent, q_pe, kv_cache, indices, segments, self.scale)
-        return torch.bmm(latent.transpose(0, 1), self.W_UV[heads]).transpose(0, 1).flatten(1)
+        return torch.bmm(latent.transpose(0, 1), held.uv).transpose(0, 1).flatten(1)

@@ -52,9 +52,14 @@ class SfaCpConfig:
         """`off`, `flashcomm1` or `sfa-cp`."""
         return "sfa-cp" if self.enable_sfa_cp else "flashcomm1" if self.flashcomm1 else "off"
 
+    @property
+    def has_tp_path(self) -> bool:
+        """Whether a step can run on TP shards of the projections, which only source `gather` keeps."""
+        return self.enable_sfa_cp and self.weights == "gather" and {"q_b_proj", "o_proj"} <= set(self.shared)
+
     def takes_tp_path(self, tokens: int, max_query_len: int) -> bool:
         """Whether a step runs on the TP shards: decode-only steps, and those too small for CP to pay."""
-        if self.weights != "gather":
+        if not self.has_tp_path:
             return False
         return max_query_len <= 1 or tokens < (self.cp_min_tokens or 0)
 

@@ -1,5 +1,6 @@
 """DeepSeek-V3.2 with the overlay's layers, registered in place of upstream's class for the architecture."""
 
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
@@ -12,6 +13,8 @@ from vllm.sequence import IntermediateTensors
 from vllm_sfa_cp import config as sfa_config
 from vllm_sfa_cp.layers import step as steps
 from vllm_sfa_cp.layers.decoder import decoder_layer_class
+from vllm_sfa_cp.weights.assemble import Assembly
+from vllm_sfa_cp.weights.shared import SharedWeights
 
 
 class SfaDeepseekV2Model(DeepseekV2Model):
@@ -29,6 +32,27 @@ class SfaDeepseekV2Model(DeepseekV2Model):
             self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
                 ["residual"], 2 * self.config.hidden_size
             )
+        self._assembly: Assembly | None = None
+        self._shared: SharedWeights | None = None
+        if self.sfa.enable_sfa_cp:
+            attentions = {i: self.layers[i].self_attn for i in range(self.start_layer, self.end_layer)}
+            self._assembly = Assembly(self.sfa, vllm_config, attentions)
+
+    @property
+    def shared(self) -> SharedWeights | None:
+        """The stage's shared weights, connected on first use after loading; None without SFA-CP."""
+        if self._shared is None and self._assembly is not None:
+            self._shared = self._assembly.finish()
+        return self._shared
+
+    def weights_changed(self) -> None:
+        """Call when weights were replaced or are about to go away: windows are fetched anew afterwards, and what
+        was derived from the weights is derived again in place."""
+        if self._shared is None:
+            return
+        self._shared.invalidate()
+        for layer in islice(self.layers, self.start_layer, self.end_layer):
+            layer.self_attn.impl.process_weights_after_loading(layer.input_layernorm.weight.dtype)
 
     def forward(
         self,
@@ -49,8 +73,11 @@ class SfaDeepseekV2Model(DeepseekV2Model):
             assert intermediate_tensors is not None
             rows = intermediate_tensors["residual"]
             hidden_states, residual = self._unpack(step, rows)
+        shared = self.shared
+        if shared is not None and step.mode == "cp":
+            shared.begin()
         for layer in layers:
-            hidden_states, residual = layer.forward_rows(step, hidden_states, residual)
+            hidden_states, residual = layer.forward_rows(step, hidden_states, residual, shared)
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"residual": self._pack(step, hidden_states, residual)})
         hidden_states, _ = self.norm(hidden_states, residual)
@@ -71,3 +98,9 @@ class SfaDeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     """Upstream's model with the overlay's layers; same parameters, same loader."""
 
     model_cls = SfaDeepseekV2Model
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """See upstream. Also the way a running engine's weights are replaced."""
+        loaded = super().load_weights(weights)
+        self.model.weights_changed()
+        return loaded

@@ -15,6 +15,11 @@ def register_all() -> None:
     patching.apply_all()
     # The class, not its name: vLLM would inspect a name in a subprocess that imports everything once more,
     # 10 s and more per process, where importing the module here takes 1.5 s.
+    from vllm_sfa_cp.layers import fp8_config
+    from vllm_sfa_cp.layers.fp8 import BlockFp8LinearMethod
     from vllm_sfa_cp.model import SfaDeepseekV32ForCausalLM
+    from vllm_sfa_cp.weights import travel
 
+    fp8_config.register()
+    travel.register_method(BlockFp8LinearMethod)
     ModelRegistry.register_model(ARCHITECTURE, SfaDeepseekV32ForCausalLM)

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +21,8 @@ from typing import Any
 #: Environment and options that switch SFA-CP on.
 SFA_CP_ENV = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 SFA_CP_ARGS = ("--additional-config", '{"enable_sfa_cp": true}')
+
+_EXCEPTION = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception)(?:: .+)?)$")
 
 
 class ServerError(RuntimeError):
@@ -122,7 +125,9 @@ class Server:
         while True:
             elapsed = time.monotonic() - begin
             if not self.alive:
-                raise ServerError(f"the server ended with exit code {self.exit_code}\n{self.log_tail()}")
+                raise ServerError(
+                    f"the server ended with exit code {self.exit_code}: {self.first_error()}\n{self.log_tail()}"
+                )
             if elapsed > self.ready_timeout:
                 raise ServerError(f"the server was not ready after {elapsed:.0f} s\n{self.log_tail()}")
             if self.healthy():
@@ -153,6 +158,12 @@ class Server:
         with self.log.open("rb") as f:
             f.seek(max(0, f.seek(0, os.SEEK_END) - 400 * lines))
             return "\n".join(f.read().decode(errors="replace").splitlines()[-lines:])
+
+    def first_error(self) -> str:
+        """The first exception in the log: later ones report that a process is gone, not why."""
+        with self.log.open(errors="replace") as f:
+            matches = (_EXCEPTION.search(line) for line in f if "WARNING" not in line)
+            return next((m[1] for m in matches if m), "no exception in its log")
 
     def stop(self) -> None:
         """End the whole process group: SIGTERM, then SIGKILL after `grace` seconds. Safe to call twice."""

@@ -7,6 +7,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer, Deeps
 from vllm_sfa_cp import config as sfa_config
 from vllm_sfa_cp.layers.mla import CpMLAAttention, RowsMLAAttention, TpMLAAttention
 from vllm_sfa_cp.layers.step import Step
+from vllm_sfa_cp.weights.shared import SharedWeights
 
 
 class TpDecoderLayer(DeepseekV2DecoderLayer):
@@ -36,6 +37,7 @@ class RowsDecoderLayer(DeepseekV2DecoderLayer):
         step: Step,
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None,
+        shared: SharedWeights | None = None,
         llama_4_scaling: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden_states, residual [rows, hidden] -> the same, one layer later."""
@@ -44,7 +46,7 @@ class RowsDecoderLayer(DeepseekV2DecoderLayer):
             hidden_states = self.input_layernorm(hidden_states)
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn.forward_rows(step, hidden_states, llama_4_scaling)
+        hidden_states = self.self_attn.forward_rows(step, hidden_states, llama_4_scaling, shared)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         hidden_states = self.mlp(step.gather(hidden_states))
         if self.complete_mlp:

@@ -1,0 +1,104 @@
+"""Counters of shared weights, written by ranks and read by whoever serves `/metrics`.
+
+Ranks are processes of their own. Each keeps its counters in a small memory-mapped file; the API server's
+collector reads the files when it is scraped. Nothing is sent and nothing blocks.
+"""
+
+import atexit
+import json
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ENV_DIR = "VLLM_SFA_CP_METRICS_DIR"
+FIELDS = ("wait_seconds", "bytes", "fetches", "windows")
+_RECORD = struct.Struct("<4d")
+
+
+class Counters:
+    """Totals of one series on one rank: seconds waited for fetches, bytes fetched, fetches, windows."""
+
+    def __init__(self, series: str, label: str = "") -> None:
+        self.series = series
+        self.values = dict.fromkeys(FIELDS, 0.0)
+        self._map: mmap.mmap | None = None
+        folder = os.environ.get(ENV_DIR)
+        if folder and os.path.isdir(folder):
+            path = Path(folder, f"{label}-{series}-{os.getpid()}.bin")
+            head = json.dumps({"series": series, "rank": label}).encode().ljust(256)
+            path.write_bytes(head + _RECORD.pack(*self.values.values()))
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), 0)
+        _LIVE.append(self)
+
+    def add(self, field: str, amount: float) -> None:
+        """Increase one counter."""
+        self.values[field] += amount
+        if self._map is not None:
+            _RECORD.pack_into(self._map, 256, *self.values.values())
+
+    def close(self) -> None:
+        """Stop counting; the file stays for the last scrape."""
+        if self in _LIVE:
+            _LIVE.remove(self)
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+
+# Only for `snapshot`: which counters this process has. Every entry belongs to one engine's series.
+_LIVE: list[Counters] = []
+
+
+def snapshot() -> dict[str, float]:
+    """Totals of this process over its series: wait_seconds, bytes, fetches, windows."""
+    return {field: sum(c.values[field] for c in _LIVE) for field in FIELDS}
+
+
+def make_dir() -> str:
+    """Create the folder for this engine's counters and announce it to child processes. Idempotent."""
+    folder = os.environ.get(ENV_DIR)
+    if not folder or not os.path.isdir(folder):
+        folder = tempfile.mkdtemp(prefix="vllm-sfa-cp-")
+        os.environ[ENV_DIR] = folder
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def read_all(folder: str) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """(series, rank, counters) of every file; a file being created is left for the next scrape."""
+    for path in sorted(Path(folder).glob("*.bin")):
+        data = path.read_bytes()
+        if len(data) == 256 + _RECORD.size:
+            head = json.loads(data[:256])
+            yield head["series"], head["rank"], dict(zip(FIELDS, _RECORD.unpack_from(data, 256)))
+
+
+_HELP = {
+    "wait_seconds": "Seconds the rank waited for full weights that were not there yet.",
+    "bytes": "Bytes of weights fetched from other ranks.",
+    "fetches": "Fetches of a layer's full weight.",
+    "windows": "Windows that hold fetched full weights.",
+}
+
+
+class Collector:
+    """prometheus_client custom collector: vllm_sfa_cp_weight_{wait_seconds,bytes,fetches}_total and
+    vllm_sfa_cp_weight_windows, labelled by series and rank."""
+
+    def collect(self) -> Iterator[object]:
+        """Metric families, read from the files of this engine's ranks."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        folder = os.environ.get(ENV_DIR)
+        rows = list(read_all(folder)) if folder and os.path.isdir(folder) else []
+        for field in FIELDS:
+            family = GaugeMetricFamily if field == "windows" else CounterMetricFamily
+            metric = family(f"vllm_sfa_cp_weight_{field}", _HELP[field], labels=["series", "rank"])
+            for series, rank, values in rows:
+                metric.add_metric([series, rank], values[field])
+            yield metric
