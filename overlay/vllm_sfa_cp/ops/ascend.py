@@ -1,12 +1,12 @@
 """Kernels on Ascend NPUs: the interface over torch_npu's operators.
 
-Every call hands the operators what their contract asks: TND queries, PA_BSND caches, int32 prefix sums, lengths
-and block tables, contiguous tensors. Nothing here waits for the device. Checked against the operators' schemas and
-documented semantics on a CPU (tests/ascend); not yet run on hardware.
+Every call hands the operators what their contract asks: TND queries, PA_BSND caches, int32 prefix sums,
+lengths and block tables, contiguous tensors. Nothing here waits for the device. Checked on a CPU against the
+operators' schemas and documented semantics (tests/ascend); not yet run on hardware.
 
-Cache layout, private to this class: the sparse attention operator takes latent and rope keys as two contiguous
-caches, so the storage of kv_cache [num_blocks, block_size, D + R] is used as two planes, all latents first.
-A connector that moves single blocks of this tensor between machines would tear them apart.
+Cache layout, private to this class: the sparse attention operator takes latent and rope keys as two caches,
+both contiguous, so the storage of kv_cache [num_blocks, block_size, D + R] is used as two planes, all latents
+first. A connector that moves single blocks of this tensor between machines would tear them apart.
 """
 
 import importlib
@@ -134,8 +134,8 @@ class AscendOps:
 
         kv [T, D + R] as projected, gamma [D], cos and sin [T, R] (each half of R holds the same angles),
         kv_cache [num_blocks, block_size, D + R], slot_mapping [>= T], -1 writes nothing.
-        The operator rotates pairs (2i, 2i + 1) and stores them as (i, i + R/2): queries for this cache come from
-        `rotate_query`, which does the same.
+        The operator rotates pairs (2i, 2i + 1) and stores them as (i, i + R/2): queries for this cache come
+        from `rotate_query`, which does the same.
         """
         self._norm_rope(kv, gamma, cos, sin, *planes(kv_cache, gamma.shape[0]), slot_mapping, epsilon, False)
 
@@ -158,7 +158,7 @@ class AscendOps:
         return kv_c.view(-1, width), k_pe.view(kv.shape[0], -1)
 
     def rotate_query(self, q_pe: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """q_pe [T, H, R] rotated into the order that `norm_rope` and `norm_rope_write` give keys. cos, sin [T, R]."""
+        """q_pe [T, H, R] rotated into the order that `norm_rope*` give keys. cos, sin [T, R]."""
         if q_pe.shape[0] == 0:
             return torch.empty_like(q_pe)
         rotated = self._npu.npu_interleave_rope(
@@ -167,8 +167,8 @@ class AscendOps:
         return rotated.squeeze(2)
 
     def value_up(self, x: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-        """x [T, H, D] times w_uv [H, D, V] per head -> [T, H * V]. Falls back to a plain batched product where
-        H * D reaches 65536, which the fused one refuses (DeepSeek-V3.2's 128 heads * 512 is exactly that)."""
+        """x [T, H, D] times w_uv [H, D, V] per head -> [T, H * V]. A plain batched product where H * D reaches
+        65536, which the fused one refuses (DeepSeek-V3.2's 128 heads * 512 is exactly that)."""
         rows, heads, width = x.shape
         if rows == 0 or heads * width >= _DIMENSION_LIMIT:
             return torch.bmm(x.transpose(0, 1), w_uv).transpose(0, 1).reshape(rows, heads * w_uv.shape[2])
@@ -211,7 +211,7 @@ class AscendOps:
         """Store rows [T, width] at slots of cache [num_blocks, block_size, width]; slot -1 writes nothing.
 
         The operator forbids indices out of range, and dropping rows needs their number on the host. So a row
-        without a slot repeats the row with the highest slot, or, where no row has one, what slot 0 holds already.
+        without a slot repeats the row with the highest slot, or, where no row has one, what slot 0 holds.
         """
         if rows.shape[0] == 0:
             return
@@ -226,8 +226,8 @@ class AscendOps:
 
 
 def planes(kv_cache: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(latent [num_blocks, block_size, width], rope [num_blocks, block_size, rest]): the two contiguous planes in
-    the storage of kv_cache [num_blocks, block_size, width + rest], which must be contiguous (RuntimeError)."""
+    """(latent [num_blocks, block_size, width], rope [num_blocks, block_size, rest]): the contiguous planes in
+    the storage of kv_cache [num_blocks, block_size, width + rest]. RuntimeError unless that is contiguous."""
     blocks, block_size, full = kv_cache.shape
     flat = kv_cache.view(-1)
     cut = blocks * block_size * width
