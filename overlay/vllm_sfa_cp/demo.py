@@ -59,6 +59,8 @@ def run_demo(args: argparse.Namespace) -> int:
                 str(args.ranks),
                 "--max-model-len",
                 "2048",
+                "--dtype",
+                "float32",  # left to itself vLLM takes bfloat16, whose answers depend on the number of ranks
                 *(SFA_CP_ARGS if args.ranks > 1 else ()),
             ],
             SFA_CP_ENV if args.ranks > 1 else {},

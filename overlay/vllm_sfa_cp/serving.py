@@ -125,9 +125,8 @@ class Server:
         while True:
             elapsed = time.monotonic() - begin
             if not self.alive:
-                raise ServerError(
-                    f"the server ended with exit code {self.exit_code}: {self.first_error()}\n{self.log_tail()}"
-                )
+                end = f"the server ended with exit code {self.exit_code}"
+                raise ServerError(f"{end}: {self.first_error()}\n{self.log_tail()}")
             if elapsed > self.ready_timeout:
                 raise ServerError(f"the server was not ready after {elapsed:.0f} s\n{self.log_tail()}")
             if self.healthy():
@@ -204,9 +203,7 @@ class Server:
                     return
                 event = json.loads(data)
                 if "error" in event:
-                    raise ServerError(
-                        f"the stream broke off: {event['error'].get('message')}\n{self.log_tail()}"
-                    )
+                    raise ServerError(f"the stream broke off: {self.first_error()}\n{self.log_tail()}")
                 yield event
 
 
