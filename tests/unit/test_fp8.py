@@ -41,6 +41,14 @@ class TestFormat:
         torch.testing.assert_close(dequantise(q, s), w, rtol=1e-6, atol=0)
         assert s[1, 1] == 1
 
+    def test_every_code(self):
+        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        number = ~codes.float().isnan()
+        assert int(number.sum()) == 254
+        got = dequantise(codes[None], torch.ones(1, 2))[0]
+        assert torch.equal(got[number], codes.float()[number])
+        assert torch.equal(got[number].signbit(), codes.float()[number].signbit())
+
     def test_rounds_once(self, rng):
         q, s = quantise(randn(rng, 160, 200))
         assert torch.equal(dequantise(q, s, torch.bfloat16), dequantise(q, s).bfloat16())
