@@ -1,4 +1,6 @@
-"""Git blob ids: the one hash by which file contents are named (patch index lines, manifest, stored originals)."""
+"""Git blob ids: the one hash by which file contents are named (patch index lines, manifest, stored
+originals).
+"""
 
 import hashlib
 

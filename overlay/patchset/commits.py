@@ -1,6 +1,7 @@
 """Patches as commits, for people: one commit per patch on a branch, and patch files made again from commits.
 
-Git is never the state of a tree: `apply` and `revert` work on contents. This module serves reviewers and authors.
+Git is never the state of a tree: `apply` and `revert` work on contents. This module serves reviewers and
+authors.
 """
 
 import email.utils
@@ -26,10 +27,19 @@ IDENTITY = {
     "GIT_COMMITTER_DATE": "Mon, 1 Dec 2025 00:00:00 +0000",
 }
 FORMAT = (
-    "--no-numbered --full-index --zero-commit --no-signature --no-stat --no-renames --no-ext-diff --no-textconv "
-    "--no-binary --no-notes --no-thread --no-attach --no-cover-letter --no-to --no-cc --no-add-header --no-from "
-    "--no-encode-email-headers --diff-algorithm=myers --src-prefix=a/ --dst-prefix=b/ --unified=3"
-).split()
+    *("--no-numbered", "--full-index", "--zero-commit", "--no-signature", "--no-stat", "--no-renames"),
+    *(
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-binary",
+        "--no-notes",
+        "--no-thread",
+        "--no-attach",
+        "--no-from",
+    ),
+    *("--no-cover-letter", "--no-to", "--no-cc", "--no-add-header", "--no-encode-email-headers"),
+    *("--diff-algorithm=myers", "--src-prefix=a/", "--dst-prefix=b/", "--unified=3"),
+)
 NOT_UPSTREAM = tuple(
     f":(exclude,glob){pattern}"
     for pattern in (
@@ -52,8 +62,9 @@ def record(tree: Path, series: Series, upstream: Mapping[str, bytes | None]) -> 
     """Write one commit per patch onto the branch and return its name.
 
     `upstream` holds the unpatched bytes of every touched file. A tree without a repository gets one, with the
-    unpatched tree as its first commit. The user's index and HEAD stay, except where HEAD sits detached on the base
-    (a fresh clone of the tag) or the repository is new: then HEAD moves to the branch, so that the tree reads clean.
+    unpatched tree as its first commit. The user's index and HEAD stay, except where HEAD sits detached on the
+    base (a fresh clone of the tag) or the repository is new: then HEAD moves to the branch, so that the tree
+    reads clean.
     """
     git.require("--commit")
     ref = f"refs/heads/{branch(series.pin)}"
@@ -89,8 +100,9 @@ def base_of(tree: Path, pin: Pin) -> str | None:
 def refresh(tree: Path, pin: Pin, manifest: Mapping[str, str]) -> list[str]:
     """Make the patch files of `pin` again from the commits in `tree`; returns the names whose bytes changed.
 
-    The commits are those between the base and HEAD (or the branch, where HEAD is the base). An unchanged commit gives
-    unchanged bytes. Names are kept by subject; new ones come from the subject. Nothing is written on a problem.
+    The commits are those between the base and HEAD (or the branch, where HEAD is the base). An unchanged
+    commit gives unchanged bytes. Names are kept by subject; new ones come from the subject. Nothing is
+    written on a problem.
     """
     git.require("--refresh")
     if not git.is_checkout(tree) or not (base := base_of(tree, pin)):
@@ -106,12 +118,18 @@ def refresh(tree: Path, pin: Pin, manifest: Mapping[str, str]) -> list[str]:
     if dirty and head == _resolve(tree, "HEAD"):
         first = dirty.splitlines()[0][3:]
         raise PatchsetError(
-            Exit.TARGET, f"{tree} has uncommitted changes ({first})", "commit or stash them, then refresh again"
+            Exit.TARGET,
+            f"{tree} has uncommitted changes ({first})",
+            "commit or stash them, then refresh again",
         )
     if _resolve(tree, f"{base}^{{commit}}") not in (git.text(tree, "merge-base", base, head or base), None):
-        raise PatchsetError(Exit.TARGET, f"HEAD of {tree} is not on top of vLLM {pin.tag}", "check out the branch")
+        raise PatchsetError(
+            Exit.TARGET, f"HEAD of {tree} is not on top of vLLM {pin.tag}", "check out the branch"
+        )
     if git.text(tree, "rev-list", "--merges", f"{base}..{head}"):
-        raise PatchsetError(Exit.TARGET, f"{tree} has merge commits on top of {pin.tag}", "rebase to a linear history")
+        raise PatchsetError(
+            Exit.TARGET, f"{tree} has merge commits on top of {pin.tag}", "rebase to a linear history"
+        )
     old, _ = examine(pin, manifest)
     names = {p.subject: p.name for p in old.patches}
     files: dict[str, bytes] = {}
@@ -176,7 +194,9 @@ def _put(tree: Path, path: str, data: bytes | None, env: dict[str, str]) -> None
         return
     listed = git.text(tree, "ls-files", "--stage", "--", path, extra=env)
     mode = listed.split()[0] if listed else "100644"
-    blob = git.run(tree, "hash-object", "-w", "--no-filters", "--stdin", data=data, extra=env).decode().strip()
+    blob = (
+        git.run(tree, "hash-object", "-w", "--no-filters", "--stdin", data=data, extra=env).decode().strip()
+    )
     git.run(tree, "update-index", "--add", "--cacheinfo", f"{mode},{blob},{path}", extra=env)
 
 

@@ -1,8 +1,8 @@
 """Parsing and exact application of git patches, on bytes.
 
 Only what a reviewed patch set needs is accepted: text hunks that change, create or delete regular files below
-`vllm/`. Everything else (renames, copies, mode changes, binary hunks, odd paths) is refused by name. A hunk applies
-at exactly the line it names or not at all.
+`vllm/`. Everything else (renames, copies, mode changes, binary hunks, odd paths) is refused by name. A hunk
+applies at exactly the line it names or not at all.
 """
 
 import re
@@ -30,7 +30,9 @@ class BrokenPatch(Exception):
 
 
 class Mismatch(Exception):
-    """A hunk does not fit: 1-based `hunk` number and `line` of the file, what the patch wants and what is there."""
+    """A hunk does not fit: 1-based `hunk` number and `line` of the file, what the patch wants and what is
+    there.
+    """
 
     def __init__(self, hunk: int, line: int, wanted: bytes, found: bytes | None) -> None:
         super().__init__(f"hunk {hunk} does not fit at line {line}")
@@ -130,7 +132,10 @@ def _section(lines: list[bytes], offset: int) -> FilePatch:
         if creates or deletes:  # an empty file has no hunks
             return FilePatch(path, before, after, (), creates, deletes)
         raise BrokenPatch(f"{path}: truncated before the hunks")
-    wanted = ("--- " + ("/dev/null" if creates else f"a/{path}"), "+++ " + ("/dev/null" if deletes else f"b/{path}"))
+    wanted = (
+        "--- " + ("/dev/null" if creates else f"a/{path}"),
+        "+++ " + ("/dev/null" if deletes else f"b/{path}"),
+    )
     for want in wanted:
         if i >= len(lines) or _text(lines[i], offset + i).rstrip("\t") != want:
             raise BrokenPatch(f"{path}: line {offset + i + 1}: expected {want!r}")
@@ -167,7 +172,8 @@ def _hunks(lines: list[bytes], i: int, offset: int, path: str) -> Iterator[Hunk]
                 continue
             if kind in (b"\n", b"\r"):
                 raise BrokenPatch(
-                    f"{path}: line {offset + i + 1}: empty line inside a hunk (an editor stripped trailing whitespace)"
+                    f"{path}: line {offset + i + 1}: empty line inside a hunk "
+                    "(an editor stripped trailing whitespace)"
                 )
             if kind not in (b" ", b"-", b"+") or not text.endswith(b"\n"):
                 raise BrokenPatch(f"{path}: hunk at line {where} is truncated or its counts are wrong")
@@ -197,9 +203,7 @@ def apply(data: bytes | None, change: FilePatch, reverse: bool = False) -> bytes
         raise Mismatch(0, 0, b"", data)
     lines, out, at = split_lines(data or b""), [], 0
     for number, hunk in enumerate(change.hunks, 1):
-        start, old, new = (
-            (hunk.new_at, hunk.new, hunk.old) if reverse else (hunk.old_at, hunk.old, hunk.new)
-        )
+        start, old, new = (hunk.new_at, hunk.new, hunk.old) if reverse else (hunk.old_at, hunk.old, hunk.new)
         out += lines[at:start]
         for k, wanted in enumerate(old):
             found = lines[start + k] if start + k < len(lines) else None

@@ -17,7 +17,8 @@ class Exit(IntEnum):
 class PatchsetError(Exception):
     """A failure with its exit code and the mend.
 
-    `problems` holds one line per finding where there are several (lint, differing files); `message` is one line.
+    `problems` holds one line per finding where there are several (lint, differing files); `message` is one
+    line.
     """
 
     def __init__(self, code: Exit, message: str, hint: str = "", problems: tuple[str, ...] = ()) -> None:

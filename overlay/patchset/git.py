@@ -45,12 +45,16 @@ def require(what: str) -> None:
     """Raise unless git is there; `what` is the thing that needs it."""
     if why := available():
         raise PatchsetError(
-            Exit.NOT_SO, f"{what} needs git: {why}", f"install git {OLDEST[0]}.{OLDEST[1]} or newer, or do without it"
+            Exit.NOT_SO,
+            f"{what} needs git: {why}",
+            f"install git {OLDEST[0]}.{OLDEST[1]} or newer, or do without it",
         )
 
 
 def environment(user_config: bool = False, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment git runs under: no GIT_* of the caller, no user or system configuration unless asked for."""
+    """The environment git runs under: no GIT_* of the caller, no user or system configuration unless asked
+    for.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith("GIT_SSL_")}
     env.update(LC_ALL="C", GIT_TERMINAL_PROMPT="0", GIT_ASKPASS="", GIT_PAGER="cat")
     if not user_config:
@@ -116,6 +120,9 @@ def is_checkout(tree: Path) -> bool:
 def _trusted() -> list[str]:
     """The user's own safe.directory entries, which the scrubbed environment would hide."""
     done = subprocess.run(
-        ["git", "config", "--global", "--get-all", "safe.directory"], capture_output=True, text=True, check=False
+        ["git", "config", "--global", "--get-all", "safe.directory"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.split("\n")[:-1]

@@ -1,7 +1,7 @@
 """The manifest: every file of `vllm/**` with its blob id; the same for the tag, the sdist and the wheel.
 
-Left out is what builds write: `_version.py`, compiled files, caches, and two folders that CUDA builds fill. One line
-per file, `<blob id>  <path>`, sorted by path, so that it compares with `git ls-tree -r TAG vllm`.
+Left out is what builds write: `_version.py`, compiled files, caches, and two folders that CUDA builds fill.
+One line per file, `<blob id>  <path>`, sorted by path, so that it compares with `git ls-tree -r TAG vllm`.
 """
 
 import hashlib
@@ -31,7 +31,9 @@ def covers(path: str) -> bool:
 
 
 def scan(root: Path) -> dict[str, str]:
-    """Blob id of every covered file below `root`/vllm. Symbolic links read as `link:<text>`: never equal to a file."""
+    """Blob id of every covered file below `root`/vllm. Symbolic links read as `link:<text>`: never equal to a
+    file.
+    """
     found: dict[str, str] = {}
     base = os.fspath(root)
     for folder, dirs, files in os.walk(os.path.join(base, "vllm")):
@@ -66,7 +68,9 @@ def load(pin: Pin) -> dict[str, str]:
         data = b""
     if hashlib.sha256(data).hexdigest() != pin.manifest_sha256:
         raise PatchsetError(
-            Exit.UPSTREAM, f"{path} does not have the digest upstream.toml pins", "restore it from version control"
+            Exit.UPSTREAM,
+            f"{path} does not have the digest upstream.toml pins",
+            "restore it from version control",
         )
     lines = data.decode().splitlines()
     return {line[42:]: line[:40] for line in lines}
@@ -93,7 +97,10 @@ def crlf_only(root: Path, path: str, wanted: str) -> bool:
 
 def guess_version(root: Path) -> str | None:
     """The version a tree or installation claims, for messages only."""
-    sources = ((root / "vllm" / "_version.py", r"__version__ = version = '([^']+)'"), (root / "PKG-INFO", r"^Version: (.+)$"))
+    sources = (
+        (root / "vllm" / "_version.py", r"__version__ = version = '([^']+)'"),
+        (root / "PKG-INFO", r"^Version: (.+)$"),
+    )
     for path, pattern in sources:
         try:
             match = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.M)

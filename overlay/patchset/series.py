@@ -12,9 +12,7 @@ from .errors import Exit, PatchsetError
 from .pin import Pin
 
 NAME = re.compile(r"^(\d{4})-[a-z0-9][a-z0-9.-]*\.patch$")
-STATUS = re.compile(
-    r"^(Pending|Submitted \[[^\]]+\]|Backport \[[^\]]+\]|Inappropriate \[[^\]]+\])$"
-)
+STATUS = re.compile(r"^(Pending|Submitted \[[^\]]+\]|Backport \[[^\]]+\]|Inappropriate \[[^\]]+\])$")
 FIRST_LINE = b"From " + b"0" * 40 + b" Mon Sep 17 00:00:00 2001"
 
 
@@ -77,7 +75,7 @@ def load(pin: Pin, manifest: Mapping[str, str]) -> Series:
         raise PatchsetError(
             Exit.PATCH,
             f"the patch set {pin.folder.name} is broken ({count}): {problems[0]}",
-            "mend the patch files (python apply.py --lint lists everything) or restore them from version control",
+            "mend the patch files (python apply.py --lint lists all) or restore them from version control",
             tuple(problems),
         )
     return found
@@ -145,7 +143,9 @@ def read_patch(name: str, data: bytes) -> tuple[Patch, list[str]]:
     """Parse one patch file; everything wrong with it comes back as lines, never as an exception."""
     problems: list[str] = []
     if not data.strip():
-        return Patch(name, hashlib.sha256(data).hexdigest(), *[""] * 6, ()), ["the file is empty"]
+        return Patch(name, hashlib.sha256(data).hexdigest(), "", "", "", "", "", "", ()), [
+            "the file is empty"
+        ]
     if not data.endswith(b"\n"):
         problems.append("no newline at the end (truncated?)")
         data_for_parse = data + b"\n"
@@ -156,7 +156,8 @@ def read_patch(name: str, data: bytes) -> tuple[Patch, list[str]]:
     status, remove = _trailer(body, "Upstream-Status", problems), _trailer(body, "Remove-when", problems)
     if status and not STATUS.match(status):
         problems.append(
-            f"Upstream-Status {status!r} is none of Pending, Submitted [where], Backport [version], Inappropriate [reason]"
+            f"Upstream-Status {status!r} is none of Pending, Submitted [where], "
+            "Backport [version], Inappropriate [reason]"
         )
     if not marker:
         problems.append("not a patch: no 'diff --git' section")
@@ -211,10 +212,13 @@ def _trailer(body: str, key: str, problems: list[str]) -> str:
     return values[0].strip()
 
 
-def post_images(series: Series, upstream: Callable[[str], bytes | None]) -> dict[str, tuple[bytes | None, bytes | None]]:
+def post_images(
+    series: Series, upstream: Callable[[str], bytes | None]
+) -> dict[str, tuple[bytes | None, bytes | None]]:
     """path -> (upstream bytes, patched bytes) with the whole series applied in memory.
 
-    `upstream(path)` gives the unpatched content. Every step is checked against the blob ids of its index line.
+    `upstream(path)` gives the unpatched content. Every step is checked against the blob ids of its index
+    line.
     """
     images: dict[str, tuple[bytes | None, bytes | None]] = {}
     for patch in series.patches:
@@ -252,7 +256,9 @@ def pre_images(series: Series, patched: Callable[[str], bytes | None]) -> dict[s
 
 
 def explain(data: bytes | None, change: diff.FilePatch, problem: diff.Mismatch) -> str:
-    """Why a change does not fit, as its own kind: gone, already there, moved, or conflict with the lines found."""
+    """Why a change does not fit, as its own kind: gone, already there, moved, or conflict with the lines
+    found.
+    """
     if data is None:
         return "the file is gone"
     if change.creates:
@@ -266,5 +272,9 @@ def explain(data: bytes | None, change: diff.FilePatch, problem: diff.Mismatch) 
     at = diff.find(diff.split_lines(data), hunk.old, hunk.old_at)
     if at is not None:
         return f"hunk {problem.hunk} fits at line {at + 1}, not at line {hunk.old_at + 1}"
-    found = "end of file" if problem.found is None else repr(problem.found.decode("utf-8", "replace").rstrip("\n"))
+    found = (
+        "end of file"
+        if problem.found is None
+        else repr(problem.found.decode("utf-8", "replace").rstrip("\n"))
+    )
     return f"hunk {problem.hunk} conflicts at line {problem.line}, which now reads {found}"

@@ -1,7 +1,7 @@
 """Reading `upstream.toml` on every supported Python.
 
-The file keeps to the subset of TOML whose values are JSON too (strings, integers, arrays on one line), because
-Python 3.10 has no `tomllib` and nothing may be installed yet. Lint checks that both readings agree.
+The file keeps to the subset of TOML whose values are JSON too (strings, integers, arrays on one line),
+because Python 3.10 has no `tomllib` and nothing may be installed yet. Lint checks that both readings agree.
 """
 
 import json
