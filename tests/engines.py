@@ -39,7 +39,8 @@ def engine(model: str, **kwargs: Any) -> Iterator[Any]:
 
 
 def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 8, logits: bool = True) -> list[dict]:
-    """Greedy tokens and the first step's logits [vocab] of every prompt, all in flight at once."""
+    """Of every prompt, all in flight at once: greedy `tokens`, the first step's `logits` [vocab], and how many
+    of its tokens came from the prefix cache (`cached`)."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -52,7 +53,7 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 8, logits: bo
     outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     results = []
     for out in outs:
-        result: dict[str, Any] = {"tokens": list(out.outputs[0].token_ids)}
+        result: dict[str, Any] = {"tokens": list(out.outputs[0].token_ids), "cached": out.num_cached_tokens}
         if logits:
             first = out.outputs[0].logprobs[0]
             result["logits"] = torch.tensor([first[i].logprob for i in range(len(first))])

@@ -79,7 +79,10 @@ class RankPool:
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             proc = context.Process(
-                target=_serve, args=(theirs, f"{self.log_dir}/rank{rank}.log"), daemon=True, name=f"rank{rank}"
+                target=_serve,
+                args=(theirs, f"{self.log_dir}/rank{rank}.log"),
+                daemon=True,
+                name=f"rank{rank}",
             )
             proc.start()
             self._procs.append(proc)

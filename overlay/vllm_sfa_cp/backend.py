@@ -13,8 +13,8 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.attention.backends.mla.common import MLACommonBaseImpl
 
-from vllm_sfa_cp.metadata import IndexerMetadataBuilder, SfaMetadata, SfaMetadataBuilder
 from vllm_sfa_cp import config as sfa_config
+from vllm_sfa_cp.metadata import IndexerMetadataBuilder, SfaMetadata, SfaMetadataBuilder
 from vllm_sfa_cp.ops import get_ops
 from vllm_sfa_cp.ops.interface import Segments
 

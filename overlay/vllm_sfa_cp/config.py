@@ -120,7 +120,9 @@ def parse(additional_config: Any, environ: Mapping[str, str] = os.environ) -> Sf
     values: dict[str, Any] = {}
     for key, value in section.items():
         if key not in _SECTION:
-            raise ConfigError(f'"sfa_cp" has an unknown key "{key}"; valid keys: {", ".join(sorted(_SECTION))}')
+            raise ConfigError(
+                f'"sfa_cp" has an unknown key "{key}"; valid keys: {", ".join(sorted(_SECTION))}'
+            )
         must, ok = _SECTION[key]
         if not ok(value):
             raise ConfigError(f'"sfa_cp": "{key}" must be {must}, not {value!r}')
@@ -132,7 +134,9 @@ def parse(additional_config: Any, environ: Mapping[str, str] = os.environ) -> Sf
         if not ok(names):
             raise ConfigError(f'additional_config "layer_sharding" must be {must}, not {names!r}')
         if "shared" in values and set(values["shared"]) != set(names):
-            raise ConfigError('"layer_sharding" and "sfa_cp": "shared" name different layers; keep one of them')
+            raise ConfigError(
+                '"layer_sharding" and "sfa_cp": "shared" name different layers; keep one of them'
+            )
         values["shared"] = tuple(names)
         # There a sharded layer lives on one rank and is broadcast.
         values.setdefault("weights", "broadcast")

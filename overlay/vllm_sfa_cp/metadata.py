@@ -49,7 +49,11 @@ class SfaMetadataBuilder(AttentionMetadataBuilder[SfaMetadata]):
     reorder_batch_threshold = None
 
     def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.config = sfa_config.resolve(vllm_config)
@@ -92,7 +96,11 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[None]):
     reads that of its attention layer, so that both always describe the same batch."""
 
     def __init__(
-        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 

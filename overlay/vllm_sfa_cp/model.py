@@ -78,6 +78,7 @@ class SfaDeepseekV2Model(DeepseekV2Model):
             shared.begin()
         for layer in layers:
             hidden_states, residual = layer.forward_rows(step, hidden_states, residual, shared)
+        assert residual is not None  # a stage has at least one layer
         if not get_pp_group().is_last_rank:
             return IntermediateTensors({"residual": self._pack(step, hidden_states, residual)})
         hidden_states, _ = self.norm(hidden_states, residual)

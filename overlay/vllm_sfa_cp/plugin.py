@@ -12,7 +12,8 @@ def register() -> None:
     """Entry point `vllm.general_plugins`: model classes, quantisation and monkey patches."""
     from vllm_sfa_cp.platforms import choose
 
-    if choose().active:
+    choice = choose()
+    if choice.active:
         from vllm_sfa_cp.registration import register_all
 
-        register_all()
+        register_all(choice.device)

@@ -6,13 +6,14 @@ ARCHITECTURE = "DeepseekV32ForCausalLM"
 
 
 @cache
-def register_all() -> None:
-    """Register the model classes and apply the monkey patches; a mismatching fingerprint raises PatchError."""
+def register_all(platform: str) -> None:
+    """Register the model classes and apply the monkey patches meant for `platform` (cpu or npu); a mismatching
+    fingerprint raises PatchError."""
     from vllm import ModelRegistry
 
     from vllm_sfa_cp import patching
 
-    patching.apply_all()
+    patching.apply_all(platform)
     # The class, not its name: vLLM would inspect a name in a subprocess that imports everything once more,
     # 10 s and more per process, where importing the module here takes 1.5 s.
     from vllm_sfa_cp.layers import fp8_config

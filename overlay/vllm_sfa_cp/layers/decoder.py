@@ -51,7 +51,9 @@ class RowsDecoderLayer(DeepseekV2DecoderLayer):
         hidden_states = self.mlp(step.gather(hidden_states))
         if self.complete_mlp:
             rows = step.partition
-            hidden_states = hidden_states[rows.local_start : rows.local_end] if step.sharded else hidden_states
+            hidden_states = (
+                hidden_states[rows.local_start : rows.local_end] if step.sharded else hidden_states
+            )
         else:
             hidden_states = step.reduce(hidden_states)
         return hidden_states, residual

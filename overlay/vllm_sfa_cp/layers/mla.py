@@ -61,16 +61,17 @@ class CpMLAAttention(RowsMLAAttention):
         super().__init__(*args, vllm_config=vllm_config, prefix=prefix, **kwargs)
         self.layer_index = extract_layer_index(prefix)
 
+    # Class hooks of the base class (patch 0003), read while it builds the layer.
     @property
-    def q_b_proj_cls(self):
+    def q_b_proj_cls(self):  # type: ignore[override]
         return projection_class(self.sfa, "q_b_proj")
 
     @property
-    def kv_b_proj_cls(self):
+    def kv_b_proj_cls(self):  # type: ignore[override]
         return projection_class(self.sfa, "kv_b_proj")
 
     @property
-    def o_proj_cls(self):
+    def o_proj_cls(self):  # type: ignore[override]
         return projection_class(self.sfa, "o_proj")
 
     def head_shards(self) -> int:

@@ -20,6 +20,11 @@ class Choice:
     active: bool
     reason: str
 
+    @property
+    def device(self) -> str:
+        """`npu` or `cpu`: which monkey patches and kernels apply."""
+        return "cpu" if self.qualname == CPU else "npu"
+
 
 @cache
 def choose() -> Choice:

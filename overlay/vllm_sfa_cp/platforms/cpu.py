@@ -10,20 +10,14 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.math_utils import round_up
 
 from vllm_sfa_cp import config as sfa_config
+from vllm_sfa_cp.platforms import cpu_defaults
+from vllm_sfa_cp.weights import metrics
 
 if TYPE_CHECKING:
     from vllm.attention.backends.registry import AttentionBackendEnum
     from vllm.config import VllmConfig
 
 logger = init_logger("vllm.sfa_cp")
-
-GIB = 1 << 30
-
-
-def default_cache_bytes(total_memory: int, ranks: int) -> int:
-    """KV-cache bytes per rank where the user sets none: a quarter of the machine's memory, shared by its ranks,
-    between 256 MiB and upstream's 4 GiB. Eight ranks on 24 GiB get 768 MiB each."""
-    return max(256 << 20, min(4 * GIB, total_memory // 4 // ranks))
 
 
 class SfaCpCpuPlatform(CpuPlatform):
@@ -75,11 +69,10 @@ class SfaCpCpuPlatform(CpuPlatform):
         if asked.mode != "off" and parallel.tensor_parallel_size == 1:
             logger.warning_once("%s needs tensor_parallel_size > 1; running as off", asked.mode)
 
-        # Without compiled kernels there is nothing to bind threads with; the variable is read by workers.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         ranks = parallel.world_size * parallel.data_parallel_size_local
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+        cpu_defaults.set_thread_variables(ranks)
+        if config.enable_sfa_cp:
+            metrics.make_dir()
 
         chunked, batched = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         prefix_caching = cache.enable_prefix_caching
@@ -91,10 +84,12 @@ class SfaCpCpuPlatform(CpuPlatform):
         # Upstream switches these off for MLA on CPUs; the sparse backend supports them.
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, batched
         cache.enable_prefix_caching = prefix_caching
-        if launcher == "external_launcher":  # one engine per rank, started by the caller: needs nothing of "mp"
+        if (
+            launcher == "external_launcher"
+        ):  # one engine per rank, started by the caller: needs nothing of "mp"
             parallel.distributed_executor_backend = launcher
         if not given_cache_space:
-            cache.cpu_kvcache_space_bytes = default_cache_bytes(psutil.virtual_memory().total, ranks)
+            cache.cpu_kvcache_space_bytes = cpu_defaults.cache_bytes(psutil.virtual_memory().total, ranks)
 
         # The compiled custom ops do not exist in this build, and tracing the reference kernels gains nothing.
         compilation.mode = CompilationMode.NONE
@@ -106,5 +101,9 @@ class SfaCpCpuPlatform(CpuPlatform):
             n = parallel.tensor_parallel_size
             scheduler.max_num_batched_tokens = round_up(scheduler.max_num_batched_tokens, n)
             logger.info(
-                "mode %s over %d ranks: partition %s, weights %s", config.mode, n, config.partition, config.weights
+                "mode %s over %d ranks: partition %s, weights %s",
+                config.mode,
+                n,
+                config.partition,
+                config.weights,
             )

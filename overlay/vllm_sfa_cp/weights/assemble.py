@@ -40,11 +40,9 @@ class Assembly:
             "o_proj": (first.num_heads * first.v_head_dim, first.hidden_size),
         }
         count = self.schedule.num_windows
-        self.modules: dict[str, list[nn.Module]] = {
+        self.modules: dict[str, list[FullLinear]] = {
             name: [
-                FullLinear(
-                    *sizes[name], bias=False, quant_config=quant, prefix=getattr(first, name).prefix
-                )
+                FullLinear(*sizes[name], bias=False, quant_config=quant, prefix=getattr(first, name).prefix)
                 for _ in range(count)
             ]
             for name in self.names

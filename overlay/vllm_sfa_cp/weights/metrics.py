@@ -5,14 +5,16 @@ collector reads the files when it is scraped. Nothing is sent and nothing blocks
 """
 
 import atexit
+import functools
 import json
 import mmap
 import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ENV_DIR = "VLLM_SFA_CP_METRICS_DIR"
 FIELDS = ("wait_seconds", "bytes", "fetches", "windows")
@@ -102,3 +104,20 @@ class Collector:
             for series, rank, values in rows:
                 metric.add_metric([series, rank], values[field])
             yield metric
+
+
+def with_weight_counters(original: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap `get_prometheus_registry`: whatever registry vLLM serves also has our collector, once."""
+
+    @functools.wraps(original)
+    def get_prometheus_registry() -> Any:
+        registry = original()
+        if not getattr(registry, _REGISTERED, False):
+            registry.register(Collector())
+            setattr(registry, _REGISTERED, True)
+        return registry
+
+    return get_prometheus_registry
+
+
+_REGISTERED = "_sfa_cp_weight_counters"

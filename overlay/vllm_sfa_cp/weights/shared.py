@@ -8,7 +8,7 @@ Owned by the model; its windows are not parameters, so no loader, LoRA or weight
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -103,7 +103,7 @@ class SharedWeights:
     def __init__(
         self,
         series: dict[str, Series] | None = None,
-        modules: dict[str, list[nn.Module]] | None = None,
+        modules: Mapping[str, Sequence[nn.Module]] | None = None,
         kv_b: list[torch.Tensor] | None = None,
     ) -> None:
         """series: by projection name; empty if every rank holds everything. modules: a linear per window that
@@ -129,7 +129,9 @@ class SharedWeights:
         """The full projection of x [rows, in] -> [rows, out]; bias, if any, added once."""
         if name not in self.series:
             return own(x)[0]
-        return self.use(name, layer, lambda window: (own if window is None else self.modules[name][window])(x)[0])
+        return self.use(
+            name, layer, lambda window: (own if window is None else self.modules[name][window])(x)[0]
+        )
 
     def attend(
         self, layer: int, impl: "SfaImpl", function: Callable[["HeadWeights"], torch.Tensor]
