@@ -38,10 +38,11 @@ def pool(tmp_path_factory):
 def answers(pool, model, golden, ranks, env=None, **kwargs):
     prompts = [g["prompt_token_ids"] for g in golden]
     kwargs |= {"model": str(model), "prompts": prompts, "tensor_parallel_size": ranks}
-    return pool.run(ranks, "e2e.fp8_ranks:run", kwargs, env)[0][0]
+    return pool.run(ranks, "engines:run", kwargs, env)[0][0]
 
 
-SFA_CP = {"enable_sfa_cp": True, "sfa_cp": {"weights": "replicate"}}
+def sfa_cp(weights):
+    return {"additional_config": {"enable_sfa_cp": True, "sfa_cp": {"weights": weights}}}
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,11 @@ SFA_CP = {"enable_sfa_cp": True, "sfa_cp": {"weights": "replicate"}}
         (4, {}, {}),
         (2, {}, {"enable_expert_parallel": True}),
         (2, {}, {"max_num_batched_tokens": 64, "max_num_seqs": 16}),
-        (4, SFA_CP_ENV, {"additional_config": SFA_CP}),
+        (4, SFA_CP_ENV, sfa_cp("replicate")),
+        (2, SFA_CP_ENV, sfa_cp("broadcast")),
+        (4, SFA_CP_ENV, sfa_cp("gather")),
     ],
-    ids=["tp1", "tp2", "tp4", "ep2", "chunked", "sfa-cp4"],
+    ids=["tp1", "tp2", "tp4", "ep2", "chunked", "replicate4", "broadcast2", "gather4"],
 )
 def test_tokens_and_logits(pool, model, golden, ranks, env, options):
     outs = answers(pool, model, golden, ranks, env, **options)
