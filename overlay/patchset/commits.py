@@ -69,13 +69,9 @@ def record(tree: Path, series: Series, upstream: Mapping[str, bytes | None]) -> 
     git.require("--commit")
     ref = f"refs/heads/{branch(series.pin)}"
     fresh = not git.is_checkout(tree)
-    if fresh:
-        git.run(None, "init", "-q", "-b", branch(series.pin), os.fspath(tree))
-        with (tree / ".git" / "info" / "exclude").open("a", encoding="utf-8") as file:
-            file.write("/.sfa-cp-overlay/\n/build/\n*.egg-info/\n")
+    base = start(tree, series.pin, upstream)
     with tempfile.TemporaryDirectory(prefix="sfa-cp-") as scratch:
         index = {"GIT_INDEX_FILE": os.path.join(scratch, "index"), **IDENTITY}
-        base = base_of(tree, series.pin) or _make_base(tree, series.pin, upstream, index)
         git.run(tree, "read-tree", base, extra=index)
         head, now = base, dict(upstream)
         for patch in series.patches:
@@ -92,9 +88,31 @@ def record(tree: Path, series: Series, upstream: Mapping[str, bytes | None]) -> 
     return branch(series.pin)
 
 
+def start(tree: Path, pin: Pin, upstream: Mapping[str, bytes | None]) -> str:
+    """The base commit in `tree`; where there is none it is made, in a new repository if need be.
+
+    `upstream` holds the unpatched bytes of files that are patched in the working tree.
+    """
+    fresh = not git.is_checkout(tree)
+    if fresh:
+        git.run(None, "init", "-q", "-b", branch(pin), os.fspath(tree))
+        with (tree / ".git" / "info" / "exclude").open("a", encoding="utf-8") as file:
+            file.write("/.sfa-cp-overlay/\n/build/\n*.egg-info/\n")
+    if found := base_of(tree, pin):
+        return found
+    with tempfile.TemporaryDirectory(prefix="sfa-cp-") as scratch:
+        index = {"GIT_INDEX_FILE": os.path.join(scratch, "index"), **IDENTITY}
+        base = _make_base(tree, pin, upstream, index)
+    if fresh:
+        git.run(tree, "update-ref", f"refs/heads/{branch(pin)}", base)
+        git.run(tree, "read-tree", base)
+    return base
+
+
 def base_of(tree: Path, pin: Pin) -> str | None:
     """The commit in `tree` that holds the unpatched upstream, or None."""
-    return _resolve(tree, f"{pin.commit}^{{commit}}") or _resolve(tree, BASE_REF)
+    pinned = _resolve(tree, f"{pin.commit}^{{commit}}") if pin.commit else None
+    return pinned or _resolve(tree, BASE_REF)
 
 
 def refresh(tree: Path, pin: Pin, manifest: Mapping[str, str]) -> list[str]:

@@ -1,5 +1,6 @@
 """One apply at a time per target: an advisory lock that dies with its owner and says who that is."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -14,19 +15,41 @@ from .errors import Exit, PatchsetError
 
 @contextmanager
 def hold(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path` (its folder must exist) or raise, naming the process that holds it.
+    """Hold the lock file `path` or raise, naming the process that holds it.
 
-    The kernel drops the lock when its owner dies, so a crash leaves nothing stale. The owner removes the
-    file; a waiter that opened a file removed meanwhile notices by its inode and opens the new one.
+    Its folder is made where it is missing and removed again where nothing else is left in it. The kernel
+    drops the lock when its owner dies, so a crash leaves nothing stale. The owner removes the file; a waiter
+    that opened a file removed meanwhile notices by its inode and opens the new one.
     """
+    handle = _take(path, what)
+    try:
+        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        os.ftruncate(handle, 0)
+        os.write(handle, json.dumps(note).encode())
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+
+
+def _take(path: Path, what: str) -> int:
     while True:
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            path.parent.mkdir(exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except FileNotFoundError:
+            if not path.parent.parent.is_dir():
+                raise PatchsetError(
+                    Exit.TARGET, f"{path.parent.parent} is not a folder", "make it first"
+                ) from None
+            continue  # another run removed the folder between the two lines
         except OSError as problem:
             raise PatchsetError(
                 Exit.TARGET,
-                f"{path.parent} cannot be written: {problem.strerror}",
-                "check its owner and mount options",
+                f"{path.parent.parent} cannot be written: {problem.strerror}",
+                "check its owner, mount options and free space",
             ) from problem
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -38,16 +61,9 @@ def hold(path: Path, what: str) -> Iterator[None]:
                 f"{what} is in use by {_describe(owner)}",
                 "wait for it to end, then run this again",
             ) from None
-        if path.exists() and os.path.samestat(os.fstat(handle), os.stat(path)):
-            break
-        os.close(handle)
-    try:
-        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(handle, 0)
-        os.write(handle, json.dumps(note).encode())
-        yield
-    finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
         os.close(handle)
 
 

@@ -24,7 +24,7 @@ MAX_MEMBERS = 20_000
 OFFLINE = "give a checkout or the sdist file with --source PATH, or try again later"
 
 
-def obtain(pin: Pin, manifest: Mapping[str, str], how: str, dest: Path) -> str:
+def obtain(pin: Pin, manifest: Mapping[str, str] | None, how: str, dest: Path) -> str:
     """Put verified upstream at `dest` (absent or empty). `how`: auto, git, sdist or a path. Returns the way
     taken.
     """
@@ -36,7 +36,8 @@ def obtain(pin: Pin, manifest: Mapping[str, str], how: str, dest: Path) -> str:
         shutil.rmtree(partial, ignore_errors=True)
         try:
             way = _fetch(pin, how, partial)
-            _verify(pin, manifest, partial, way)
+            if manifest is not None:
+                _verify(pin, manifest, partial, way)
             if dest.is_dir():
                 dest.rmdir()
             os.rename(partial, dest)
@@ -130,7 +131,7 @@ def _clone(pin: Pin, into: Path) -> None:
         raise PatchsetError(
             Exit.UPSTREAM, f"git cannot clone {pin.tag}: {problem}", "use --source sdist, or --source PATH"
         ) from problem
-    if head != pin.commit:
+    if pin.commit and head != pin.commit:
         raise PatchsetError(
             Exit.UPSTREAM,
             f"tag {pin.tag} is commit {head[:12]}, pinned is {pin.commit[:12]}",
@@ -153,7 +154,7 @@ def _download(pin: Pin) -> Path:
         raise PatchsetError(
             Exit.UPSTREAM,
             f"downloading needs {problem.name}",
-            "run apply.py without --python hacks, or use --source PATH",
+            "install pypi-simple, or use --source PATH",
         ) from problem
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -184,6 +185,26 @@ def _download(pin: Pin) -> Path:
     finally:
         part.unlink(missing_ok=True)
     return path
+
+
+def index_digest(pin: Pin) -> str:
+    """The sha256 that the package index states for the sdist of a release that is not pinned yet."""
+    import pypi_simple
+    import requests
+
+    try:
+        with pypi_simple.PyPISimple(
+            os.environ.get("PIP_INDEX_URL") or pypi_simple.PYPI_SIMPLE_ENDPOINT
+        ) as client:
+            packages = client.get_project_page(pin.project, timeout=30).packages
+    except (requests.RequestException, pypi_simple.NoSuchProjectError) as problem:
+        raise PatchsetError(
+            Exit.UPSTREAM, f"the package index cannot be read: {_short(problem)}", OFFLINE
+        ) from problem
+    for package in packages:
+        if package.filename == pin.sdist and package.digests.get("sha256"):
+            return str(package.digests["sha256"])
+    raise PatchsetError(Exit.UPSTREAM, f"the package index has no {pin.sdist}", OFFLINE)
 
 
 class _Bar:
