@@ -21,7 +21,10 @@ def run(title: str, *command: object) -> None:
     start = time.monotonic()
     print(f"== {title}", flush=True)
     code = subprocess.run([str(part) for part in command], cwd=ROOT, check=False).returncode
-    print(f"== {title}: {'ok' if code == 0 else f'failed ({code})'}, {time.monotonic() - start:.0f} s", flush=True)
+    print(
+        f"== {title}: {'ok' if code == 0 else f'failed ({code})'}, {time.monotonic() - start:.0f} s",
+        flush=True,
+    )
     if code:
         raise SystemExit(code)
 
@@ -37,7 +40,7 @@ def main() -> None:
     run(
         "test tools",
         *(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
-        *("-c", "requirements/lock.txt", "-r", "requirements/test.txt"),
+        *("--no-deps", "-r", "requirements/dev.txt"),
     )
     code = ("apply.py", "overlay", "tests", "ci")
     run("ruff", python, "-m", "ruff", "check", *code)
@@ -46,7 +49,9 @@ def main() -> None:
     run("patches", python, "apply.py", "--lint")
     run("tests without an engine", python, "-m", "pytest", "-q", "-n", "2", "-m", "not engine", "tests")
     if not args.fast:
-        run("tests with an engine", python, "-m", "pytest", "-q", "-m", "engine", "--durations", "15", "tests")
+        run(
+            "tests with an engine", python, "-m", "pytest", "-q", "-m", "engine", "--durations", "15", "tests"
+        )
 
 
 if __name__ == "__main__":

@@ -7,9 +7,12 @@ the section `sfa_cp` an unknown key is an error. Pure: no torch, no vLLM import.
 """
 
 import difflib
+import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal, get_args
 
 ENV_FLASHCOMM1 = "VLLM_ASCEND_ENABLE_FLASHCOMM1"
@@ -181,4 +184,21 @@ def resolve(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> SfaCpC
         if asked:
             raise ConfigError(f"{config.mode} does not support {feature} yet; switch one of the two off")
     transfer = vllm_config.kv_transfer_config
-    return replace(config, weights=config.resolve_weights(transfer.kv_role if transfer else None))
+    config = replace(config, weights=config.resolve_weights(transfer.kv_role if transfer else None))
+    if config.enable_sfa_cp:
+        _check_loader(config, str(vllm_config.load_config.load_format))
+    return config
+
+
+def _check_loader(config: SfaCpConfig, load_format: str) -> None:
+    """ConfigError: a loader that fills parameters without asking the layer for its share."""
+    if load_format in ("sharded_state", "runai_streamer_sharded", "tensorizer"):
+        raise ConfigError(
+            f"sfa-cp cannot load with load_format {load_format}: its files hold the shards of another layout, "
+            "which would be cut to fit; load the original checkpoint with load_format auto"
+        )
+    if load_format == "dummy" and config.weights == "broadcast" and config.shared:
+        raise ConfigError(
+            'load_format dummy fills every parameter, and with "weights": "broadcast" most ranks have none; '
+            'use "weights": "gather" or "replicate"'
+        )

@@ -250,6 +250,8 @@ def _positive(value: Any) -> bool:
 
 
 NOMINAL = DeviceProfile("nominal accelerator", {"default": 1e14}, 1e12, 1e11, 2e-5)
+# A rank that has one core to itself and talks to its neighbours over gloo on the same machine.
+CPU_CORE = DeviceProfile("one CPU core", {"default": 4e10}, 1e10, 2e9, 1e-4)
 
 
 def _triangle(first: int, last: int) -> int:
