@@ -187,7 +187,28 @@ def resolve(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> SfaCpC
     config = replace(config, weights=config.resolve_weights(transfer.kv_role if transfer else None))
     if config.enable_sfa_cp:
         _check_loader(config, str(vllm_config.load_config.load_format))
+    if config.has_tp_path and config.cp_min_tokens is None and model is not None:
+        shape = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
+        threshold = planned_threshold(shape, config, parallel.tensor_parallel_size)
+        config = replace(config, cp_min_tokens=threshold)
     return config
+
+
+@cache
+def planned_threshold(hf_config: str, config: SfaCpConfig, size: int) -> int:
+    """Fewest tokens of a step from which on CP is no slower than TP shards, as the planner sees it for this model
+    (its config as JSON) and the kind of device the kernels are for; 0 for a model that the planner cannot judge."""
+    from vllm_sfa_cp import planner
+    from vllm_sfa_cp.errors import UserError
+
+    try:
+        shape = planner.ModelShape.from_config(json.loads(hf_config))
+    except UserError:
+        return 0
+    mode = planner.Mode("sfa-cp", "gather", config.partition, config.prefetch_step, config.shared)
+    profile = planner.CPU_CORE if config.ops == "reference" else planner.NOMINAL
+    found = planner.token_threshold(shape, mode, size, profile)
+    return sys.maxsize if found is None else found
 
 
 def _check_loader(config: SfaCpConfig, load_format: str) -> None:
