@@ -1,12 +1,12 @@
 """DeepSeek-V3.2 with the overlay's layers, registered in place of upstream's class for the architecture."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model, DeepseekV3ForCausalLM
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model, DeepseekV2MoE, DeepseekV3ForCausalLM
 from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 from vllm.sequence import IntermediateTensors
 
@@ -48,11 +48,12 @@ class SfaDeepseekV2Model(DeepseekV2Model):
     def weights_changed(self) -> None:
         """Call when weights were replaced or are about to go away: windows are fetched anew afterwards, and what
         was derived from the weights is derived again in place."""
-        if self._shared is None:
-            return
-        self._shared.invalidate()
+        if self._shared is not None:
+            self._shared.invalidate()
         for layer in islice(self.layers, self.start_layer, self.end_layer):
-            layer.self_attn.impl.process_weights_after_loading(layer.input_layernorm.weight.dtype)
+            impl = layer.self_attn.mla_attn.mla_attn.impl
+            if impl.kv_b is not None:  # else the engine is still loading
+                impl.process_weights_after_loading(layer.input_layernorm.weight.dtype)
 
     def forward(
         self,
@@ -101,7 +102,45 @@ class SfaDeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     model_cls = SfaDeepseekV2Model
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """See upstream. Also the way a running engine's weights are replaced."""
-        loaded = super().load_weights(weights)
+        """See upstream. Also the way a running engine's weights are replaced, all or some of them.
+
+        ValueError: the first load did not bring every tensor. (Upstream checks unquantised models only, and no
+        model's experts one by one: the missing ones would keep uninitialised memory.)
+        """
+        seen: set[str] = set()
+
+        def watch() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                seen.add(name)
+                yield name, tensor
+
+        loaded = super().load_weights(watch())
+        if not self._complete:
+            self._check_complete(seen, loaded)
+            self._complete = True
         self.model.weights_changed()
         return loaded
+
+    _complete = False
+
+    def _check_complete(self, seen: set[str], loaded: set[str]) -> None:
+        missing = [
+            name
+            for name, param in self.named_parameters()
+            # A tensor on the meta device lives on another rank; scales are checked by their own methods.
+            if name not in loaded and not param.is_meta and "scale" not in name.rpartition(".")[2]
+        ]
+        for layer in islice(self.model.layers, self.model.start_layer, self.model.end_layer):
+            if isinstance(layer.mlp, DeepseekV2MoE):
+                prefix = f"model.layers.{layer.layer_idx}.mlp.experts"
+                missing += [
+                    name
+                    for expert in range(layer.mlp.n_routed_experts)
+                    for part in ("gate_proj", "up_proj", "down_proj")
+                    if (name := f"{prefix}.{expert}.{part}.weight") not in seen
+                ]
+        if missing:
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise ValueError(
+                f"the checkpoint lacks {', '.join(missing[:5])}{more}; download it again or check its index file"
+            )

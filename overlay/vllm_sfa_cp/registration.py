@@ -21,6 +21,7 @@ def register_all(platform: str) -> None:
     from vllm_sfa_cp.model import SfaDeepseekV32ForCausalLM
     from vllm_sfa_cp.weights import travel
 
-    fp8_config.register()
+    if platform == "cpu":  # an NPU has its own kernels and methods
+        fp8_config.register()
     travel.register_method(BlockFp8LinearMethod)
     ModelRegistry.register_model(ARCHITECTURE, SfaDeepseekV32ForCausalLM)
