@@ -30,6 +30,9 @@ class FullLinear(ReplicatedLinear):
 class AbsentMethod(QuantizeMethodBase):
     """Stands for the quantisation method where another rank owns the weight: nothing to load or compute."""
 
+    def __init__(self, stands_for: type) -> None:
+        self.stands_for = stands_for
+
     def create_weights(self, layer: torch.nn.Module, *weight_args, **extra_weight_attrs) -> None:
         raise NotImplementedError("an absent weight is created by its own method on the meta device")
 
@@ -47,6 +50,8 @@ class OwnedLinear(FullLinear):
     serving does.
     """
 
+    quant_method: QuantizeMethodBase | None
+
     def __init__(self, *args, prefix: str, **kwargs) -> None:
         config = get_current_vllm_config()
         stage = stage_layers(config)
@@ -58,12 +63,18 @@ class OwnedLinear(FullLinear):
             return
         with torch.device("meta"):
             super().__init__(*args, prefix=prefix, **kwargs)
-        self.quant_method = AbsentMethod()
+        self.quant_method = AbsentMethod(type(self.quant_method))
 
     def weight_loader(self, param: torch.nn.Parameter, loaded_weight: torch.Tensor) -> None:
         """See ReplicatedLinear; a weight that lives elsewhere is skipped."""
         if self.present:
             super().weight_loader(param, loaded_weight)
+
+
+def method_of(linear: torch.nn.Module) -> type:
+    """Class of a linear's quantisation method, also where another rank owns the weight."""
+    method = linear.quant_method
+    return method.stands_for if isinstance(method, AbsentMethod) else type(method)
 
 
 def stage_layers(vllm_config) -> range:

@@ -7,14 +7,14 @@ from vllm.logger import init_logger
 
 from vllm_sfa_cp.config import SfaCpConfig
 from vllm_sfa_cp.layers.mla import CpMLAAttention
-from vllm_sfa_cp.layers.replicated import FullLinear
+from vllm_sfa_cp.layers.replicated import FullLinear, method_of
 from vllm_sfa_cp.weights.broadcast import Broadcast
 from vllm_sfa_cp.weights.gather import Gather
 from vllm_sfa_cp.weights.link import Link, weight_link
 from vllm_sfa_cp.weights.metrics import Counters
 from vllm_sfa_cp.weights.series import Schedule
 from vllm_sfa_cp.weights.shared import Series, SharedWeights
-from vllm_sfa_cp.weights.travel import Tensors, nbytes, tensors_of
+from vllm_sfa_cp.weights.travel import Tensors, UnknownMethodError, check_method, nbytes, tensors_of
 
 logger = init_logger("vllm.sfa_cp")
 
@@ -24,6 +24,7 @@ class Assembly:
 
     Built inside the model's constructor, so that the memory is there before weights load and while the engine
     profiles; `finish` runs after loading. Not a module: windows are not parameters of the model.
+    UnknownMethodError: a projection cannot be shared; raised on every rank, before anything is loaded.
     """
 
     def __init__(
@@ -32,6 +33,15 @@ class Assembly:
         self.config, self.attentions = config, attentions
         self.schedule = Schedule(min(attentions), len(attentions), config.prefetch_step)
         self.names = config.shared if config.weights != "replicate" else ()
+        for name in self.names:
+            methods = {method_of(getattr(attention, name)) for attention in attentions.values()}
+            if len(methods) > 1:
+                found = ", ".join(sorted(method.__qualname__ for method in methods))
+                raise UnknownMethodError(
+                    f"shared weights need one quantisation method for every layer's {name}, not {found}; "
+                    'use "sfa_cp": {"weights": "replicate"} for this checkpoint'
+                )
+            check_method(*methods)
         first = next(iter(attentions.values()))
         quant = vllm_config.quant_config
         sizes = {
@@ -42,10 +52,12 @@ class Assembly:
         count = self.schedule.num_windows
         self.modules: dict[str, list[FullLinear]] = {
             name: [
-                FullLinear(*sizes[name], bias=False, quant_config=quant, prefix=getattr(first, name).prefix)
+                FullLinear(
+                    *sizes[name], bias=linear.bias is not None, quant_config=quant, prefix=linear.prefix
+                )
                 for _ in range(count)
             ]
-            for name in self.names
+            for name, linear in ((name, getattr(first, name)) for name in self.names)
             if name != "kv_b_proj"
         }
         # What a window of kv_b holds is the derived, dequantised weight: that is what attention uses.
@@ -70,7 +82,6 @@ class Assembly:
             if not getattr(linear, "present", True):
                 own[layer] = None
             elif name == "kv_b_proj":
-                tensors_of(linear)  # refuses an unknown method
                 assert attention.impl.kv_b is not None
                 own[layer] = {"weight": attention.impl.kv_b}
             else:
@@ -95,9 +106,10 @@ class Assembly:
             source = Gather(link)
             sample = own[self.schedule.start]
             assert sample is not None
-            windows = [source.window_layout(sample, window) for window in windows]
-            for module, window in zip(self.modules.get(name, []), windows):
-                put_back(module, window)
+            for i, window in enumerate(windows):  # one by one: each lets go of its old memory before the next
+                windows[i] = source.window_layout(sample, window)
+                if name in self.modules:
+                    put_back(self.modules[name][i], windows[i])
         for layer in self.schedule.layers:
             own[layer] = source.prepare(layer, own[layer], windows[0])
             if self.config.weights == "gather" and name != "kv_b_proj":

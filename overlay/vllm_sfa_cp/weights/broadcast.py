@@ -16,19 +16,21 @@ class Broadcast:
         return self.schedule.owner(layer, self.link.size) == self.link.rank
 
     def prepare(self, layer: int, own: Tensors | None, window: Tensors) -> Tensors | None:
-        """Check after loading that what the owner will send fits the window."""
-        if self.owns(layer):
-            assert own is not None
-            if {k: (t.shape, t.dtype) for k, t in own.items()} != {
-                k: (t.shape, t.dtype) for k, t in window.items()
-            }:
-                raise ValueError(f"layer {layer}: the loaded tensors do not fit the windows")
-            return {name: t.contiguous() for name, t in own.items()}
-        return None
+        """Check after loading that what the owner will send fits the window. Nothing is copied: the owner sends
+        what its linear computes with, also after a reload."""
+        if not self.owns(layer):
+            return None
+        assert own is not None
+        sent, fits = (
+            {name: (t.shape, t.stride(), t.dtype) for name, t in tensors.items()} for tensors in (own, window)
+        )
+        if sent != fits:
+            raise ValueError(f"layer {layer}: the loaded tensors {sent} do not fit the windows {fits}")
+        return own
 
     def fetch(self, layer: int, own: Tensors | None, window: Tensors) -> tuple[list[Handle], int]:
-        """Start the layer's collectives; returns their handles and the bytes that travel."""
+        """Start the layer's collectives; returns their handles and the bytes that this rank receives."""
         owner = self.schedule.owner(layer, self.link.size)
         source = own if own is not None else window
         handles = [self.link.broadcast(source[name], owner) for name in sorted(source)]
-        return handles, sum(t.nbytes for t in source.values())
+        return handles, 0 if own is not None else sum(t.nbytes for t in source.values())

@@ -15,6 +15,8 @@ from vllm.distributed.parallel_state import (
     init_model_parallel_group,
 )
 
+from vllm_sfa_cp.weights.travel import as_bytes
+
 _ATTRIBUTE = "sfa_weight_group"
 
 
@@ -32,21 +34,16 @@ class Link:
         self.rank, self.size = group.rank_in_group, group.world_size
 
     def broadcast(self, tensor: torch.Tensor, owner: int) -> Handle:
-        """Send `tensor` of group rank `owner` into `tensor` of the others; contiguous, same shape everywhere."""
+        """Send `tensor` of group rank `owner` into `tensor` of the others; same shape and strides everywhere."""
         return dist.broadcast(
-            _bytes(tensor), src=self.group.ranks[owner], group=self.group.device_group, async_op=True
+            as_bytes(tensor), src=self.group.ranks[owner], group=self.group.device_group, async_op=True
         )
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> Handle:
         """Concatenate the ranks' shards along dim 0 into `out`; both contiguous."""
         return dist.all_gather_into_tensor(
-            _bytes(out), _bytes(shard), group=self.group.device_group, async_op=True
+            as_bytes(out), as_bytes(shard), group=self.group.device_group, async_op=True
         )
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes: collectives move every dtype then, 8-bit floats included."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def create_weight_group() -> GroupCoordinator:

@@ -21,19 +21,19 @@ class UnknownMethodError(TypeError):
 
 
 def tensors_of(linear: nn.Module) -> Tensors:
-    """Every tensor of a loaded linear: parameters, buffers and plain attributes, as its method left them.
+    """Every tensor of a loaded linear: parameters, buffers and plain attributes, as its method left them."""
+    plain = {k: v for k, v in vars(linear).items() if isinstance(v, torch.Tensor)}
+    found = {**dict(linear.named_parameters()), **dict(linear.named_buffers()), **plain}
+    return {name: found[name].data for name in sorted(found)}
 
-    UnknownMethodError: its quantisation method is not registered.
-    """
-    method = type(linear.quant_method)
+
+def check_method(method: type) -> None:
+    """UnknownMethodError: the quantisation method is not registered."""
     if method not in _KNOWN:
         raise UnknownMethodError(
             f"shared weights do not know the layout of {method.__qualname__}; "
             'use "sfa_cp": {"weights": "replicate"} for this checkpoint'
         )
-    plain = {k: v for k, v in vars(linear).items() if isinstance(v, torch.Tensor)}
-    found = {**dict(linear.named_parameters()), **dict(linear.named_buffers()), **plain}
-    return {name: found[name].data for name in sorted(found)}
 
 
 def nbytes(tensors: Tensors) -> int:
@@ -58,6 +58,13 @@ def shard_dim(full: torch.Size, shard: torch.Size, size: int) -> int | None:
 def outermost(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
     """View with `dim` first. Contiguous iff the tensor was laid out by `lay_out(..., dim)`."""
     return tensor if dim is None else tensor.movedim(dim, 0)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as bytes, in storage order: collectives move every dtype and layout then, 8-bit floats
+    and the transposed weights that some methods keep included. RuntimeError: the memory has gaps."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).view(-1).view(torch.uint8)
 
 
 def lay_out(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
