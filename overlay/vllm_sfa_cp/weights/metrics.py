@@ -7,11 +7,13 @@ collector reads the files when it is scraped. Nothing is sent and nothing blocks
 import atexit
 import functools
 import json
+import math
 import mmap
 import os
 import shutil
 import struct
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +32,15 @@ class Counters:
         self._map: mmap.mmap | None = None
         folder = os.environ.get(ENV_DIR)
         if folder and os.path.isdir(folder):
-            path = Path(folder, f"{label}-{series}-{os.getpid()}.bin")
             head = json.dumps({"series": series, "rank": label}).encode().ljust(256)
-            path.write_bytes(head + _RECORD.pack(*self.values.values()))
-            with path.open("r+b") as file:
+            fd, _ = tempfile.mkstemp(
+                ".bin", f"{label}-{series}-", folder
+            )  # a model of its own, a file of its own
+            with open(fd, "r+b") as file:
+                file.write(head + _RECORD.pack(*self.values.values()))
+                file.flush()
                 self._map = mmap.mmap(file.fileno(), 0)
-        _LIVE.append(self)
+        _LIVE.add(self)
 
     def add(self, field: str, amount: float) -> None:
         """Increase one counter."""
@@ -43,22 +48,14 @@ class Counters:
         if self._map is not None:
             _RECORD.pack_into(self._map, 256, *self.values.values())
 
-    def close(self) -> None:
-        """Stop counting; the file stays for the last scrape."""
-        if self in _LIVE:
-            _LIVE.remove(self)
-        if self._map is not None:
-            self._map.close()
-            self._map = None
 
-
-# Only for `snapshot`: which counters this process has. Every entry belongs to one engine's series.
-_LIVE: list[Counters] = []
+# Only for `snapshot`: which counters this process has. Each lives as long as its engine's series.
+_LIVE: "weakref.WeakSet[Counters]" = weakref.WeakSet()
 
 
 def snapshot() -> dict[str, float]:
     """Totals of this process over its series: wait_seconds, bytes, fetches, windows."""
-    return {field: sum(c.values[field] for c in _LIVE) for field in FIELDS}
+    return {field: math.fsum(c.values[field] for c in _LIVE) for field in FIELDS}
 
 
 def make_dir() -> str:
@@ -97,12 +94,17 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         folder = os.environ.get(ENV_DIR)
-        rows = list(read_all(folder)) if folder and os.path.isdir(folder) else []
+        # Several models of one rank are one time series: its labels may occur only once.
+        rows: dict[tuple[str, str], dict[str, float]] = {}
+        for series, rank, values in read_all(folder) if folder and os.path.isdir(folder) else ():
+            totals = rows.setdefault((series, rank), dict.fromkeys(FIELDS, 0.0))
+            for field in FIELDS:
+                totals[field] += values[field]
         for field in FIELDS:
             family = GaugeMetricFamily if field == "windows" else CounterMetricFamily
             metric = family(f"vllm_sfa_cp_weight_{field}", _HELP[field], labels=["series", "rank"])
-            for series, rank, values in rows:
-                metric.add_metric([series, rank], values[field])
+            for labels, totals in rows.items():
+                metric.add_metric(list(labels), totals[field])
             yield metric
 
 
