@@ -11,7 +11,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 
 from . import diff
 from .fingerprint import DEFINITIONS, normalise
@@ -22,8 +22,11 @@ FUZZ = 2  # context lines that may differ at either end of a hunk
 TELLING = 8  # characters a line needs to say where it came from
 
 
-class Fit(StrEnum):
+class Fit(str, Enum):
     """The classes, best first."""
+
+    def __str__(self) -> str:
+        return self.value
 
     CLEAN = "clean"
     FUZZY = "fuzzy"
@@ -150,8 +153,8 @@ def _hunks(change: diff.FilePatch, path: str, old: bytes | None, data: bytes) ->
         place = locate(lines, hunk, hunk.old_at + shift, end)
         if place is not None:
             places.append(place)
-            shift, end = place.start - place.lead * 0 - hunk.old_at - place.lead, place.start + len(place.old)
-        elif _stands(lines, hunk.new, hunk.new_at) is not None:
+            shift, end = place.start - place.lead - hunk.old_at, place.start + len(place.old)
+        elif diff.find(lines, hunk.new, hunk.new_at) is not None:
             done += 1
             problems.append(f"{path} hunk {number} is already upstream")
         else:
@@ -197,57 +200,45 @@ def locate(lines: list[bytes], hunk: diff.Hunk, near: int, start: int = 0) -> Pl
 
 def _is_upstream(patch: Patch, images: list, work: _Work, code: Code, version: str) -> str:
     """Why the patch counts as already upstream, or ""."""
-    homes = []
+    homes: list[bytes | None] = []
     for change, old, _ in images:
-        if change.creates or change.deletes or work.get(change.path) is None:
-            target = _new_home(change, old, work, code)
-            if target is None:
-                homes.append(None)
-                continue
-            homes.append(code.files.get(target))
-        else:
-            homes.append(work.get(change.path))
-    held = [h for h in homes if h is not None]
-    if len(held) == len(images):
-        if all(_verbatim(change, data) for (change, _, _), data in zip(images, held)):
-            return "the same lines"
-        if all(_same_code(old, new, data) for (_, old, new), data in zip(images, held)):
-            return "the same statements"
+        data = work.get(change.path)
+        if data is None and not (change.creates or change.deletes):
+            data = code.files.get(_new_home(change, old, work, code) or "")
+        homes.append(data)
+    if all(_verbatim(change, data) for (change, _, _), data in zip(images, homes)):
+        return "the same lines"
+    if all(data is not None and _same_code(old, new, data) for (_, old, new), data in zip(images, homes)):
+        return "the same statements"
     release = patch.status.partition("[")[2].rstrip("]") if patch.status.startswith("Backport [") else ""
     if release and _at_least(version, release):
         pairs = [(old, new, data) for (_, old, new), data in zip(images, homes)]
-        if all(data is None or _replaced_code_gone(old, new, data) for old, new, data in pairs):
+        if all(data is None or _same_code(old, new, data, added_too=False) for old, new, data in pairs):
             return f"since {release} by its header, and the code it replaces is gone"
     return ""
 
 
-def _verbatim(change: diff.FilePatch, data: bytes) -> bool:
+def _verbatim(change: diff.FilePatch, data: bytes | None) -> bool:
+    if data is None or change.deletes:
+        return data is None and change.deletes
     lines = diff.split_lines(data)
     return all(
-        _stands(lines, h.new, h.new_at) is not None and _stands(lines, h.old, h.old_at) is None
+        diff.find(lines, h.new, h.new_at) is not None and diff.find(lines, h.old, h.old_at) is None
         for h in change.hunks
     )
 
 
-def _same_code(old: bytes | None, new: bytes | None, data: bytes) -> bool:
-    """Whether `data` has every statement the change adds and none that it removes, each in the same
-    definition.
-    """
+def _same_code(old: bytes | None, new: bytes | None, data: bytes, added_too: bool = True) -> bool:
+    """Whether `data` has no statement that the change removes and (`added_too`) all that it adds, each in the
+    same definition."""
     try:
         was, wanted, now = (Counter(_statements(ast.parse(d or b""))) for d in (old, new, data))
     except (SyntaxError, ValueError):
         return False
     added, removed = wanted - was, was - wanted
-    return bool(added) and not (added - now) and all(now[s] <= wanted[s] for s in removed)
-
-
-def _replaced_code_gone(old: bytes | None, new: bytes | None, data: bytes) -> bool:
-    try:
-        was, wanted, now = (Counter(_statements(ast.parse(d or b""))) for d in (old, new, data))
-    except (SyntaxError, ValueError):
+    if any(now[statement] > wanted[statement] for statement in removed):
         return False
-    removed = was - wanted
-    return bool(removed) and all(now[s] <= wanted[s] for s in removed)
+    return bool(added) and not (added - now) if added_too else bool(removed)
 
 
 def _statements(node: ast.AST, scope: str = "") -> Iterator[tuple[str, str]]:
@@ -321,10 +312,6 @@ def _against(path: str, number: int, hunk: diff.Hunk, now: list[bytes], at: int)
     names = (f"{path} hunk {number}, pinned line {hunk.old_at + 1}", f"upstream now, line {at + 1}")
     made = list(difflib.unified_diff(was, has, *names, lineterm="", n=3))
     return "\n".join(made) + "\n" if made else ""
-
-
-def _stands(lines: list[bytes], block: tuple[bytes, ...], near: int) -> int | None:
-    return diff.find(lines, block, near)
 
 
 def _all(lines: list[bytes], block: tuple[bytes, ...]) -> list[int]:
