@@ -163,7 +163,7 @@ def compare(need: Need, base: Code, code: Code) -> Cell:
     if new is None:
         path = code.path_of(module)
         if path is not None and code.tree(path) is None:
-            return Cell(UNREADABLE, f"{path} is written for a newer Python than this one")
+            return Cell(UNREADABLE, f"{path} cannot be parsed by this Python")
         new, where = _elsewhere(need, old, code)
     if new is None:
         return Cell(GONE, f"was {old.path}:{_line(old)}")
