@@ -97,7 +97,7 @@ def start(tree: Path, pin: Pin, upstream: Mapping[str, bytes | None]) -> str:
     if fresh:
         git.run(None, "init", "-q", "-b", branch(pin), os.fspath(tree))
         with (tree / ".git" / "info" / "exclude").open("a", encoding="utf-8") as file:
-            file.write("/.sfa-cp-overlay/\n/build/\n*.egg-info/\n")
+            file.write("/.sfa-cp-overlay/\n/build/\n*.egg-info/\n/vllm/_version.py\n__pycache__/\n")
     if found := base_of(tree, pin):
         return found
     with tempfile.TemporaryDirectory(prefix="sfa-cp-") as scratch:

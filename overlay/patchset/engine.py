@@ -35,7 +35,8 @@ def apply(target: Target, series: Series, manifest: Mapping[str, str], dry_run: 
     done.
     """
     found = inspect(target, series, manifest)
-    if found.condition is Condition.PATCHED and found.current and found.recorded is not None:
+    done = found.condition is Condition.PATCHED and found.current and found.recorded is not None
+    if done and not Store(target.state_dir).untidy:
         return Outcome("nothing")
     if dry_run:
         if found.condition is Condition.INTERRUPTED:

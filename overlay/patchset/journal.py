@@ -69,8 +69,9 @@ def recover(target: Target, manifest: Mapping[str, str]) -> str | None:
     except Unreadable:
         return _recover_by_content(store, target, manifest)
     if journal is None:
-        if store.stage.exists() or (store.objects.exists() and not store.state_file.exists()):
-            store.tidy()
+        with interrupt.shield():
+            if store.stage.exists() or (store.objects.exists() and not store.state_file.exists()):
+                store.tidy()
         return None
     now = {path: blob_id(target.read(path)) for path in journal.entries}
     for path, entry in journal.entries.items():

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from . import interrupt
 from .errors import Exit, PatchsetError
 
 
@@ -21,17 +22,26 @@ def hold(path: Path, what: str) -> Iterator[None]:
     drops the lock when its owner dies, so a crash leaves nothing stale. The owner removes the file; a waiter
     that opened a file removed meanwhile notices by its inode and opens the new one.
     """
-    handle = _take(path, what)
+    handle = None
     try:
-        note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        os.ftruncate(handle, 0)
-        os.write(handle, json.dumps(note).encode())
+        with interrupt.shield():
+            handle = _take(path, what)
+            note = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
+            with contextlib.suppress(OSError):  # on a full disk the lock holds without its note
+                os.ftruncate(handle, 0)
+                os.write(handle, json.dumps(note).encode())
         yield
     finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-        with contextlib.suppress(OSError):
-            path.parent.rmdir()
+        if handle is not None:
+            with interrupt.shield():
+                path.unlink(missing_ok=True)
+                os.close(handle)
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()
 
 
 def _take(path: Path, what: str) -> int:

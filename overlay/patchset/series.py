@@ -9,6 +9,7 @@ from pathlib import Path
 from . import diff
 from .blob import ABSENT, blob_id
 from .errors import Exit, PatchsetError
+from .manifest import covers
 from .pin import Pin
 
 NAME = re.compile(r"^(\d{4})-[a-z0-9][a-z0-9.-]*\.patch$")
@@ -95,6 +96,8 @@ def examine(pin: Pin, manifest: Mapping[str, str]) -> tuple[Series, list[str]]:
     known = dict(manifest)
     for patch in patches:
         for change in patch.files:
+            if not covers(change.path):
+                problems.append(f"{patch.name}: {change.path}: written by builds, so no patch may touch it")
             have = known.get(change.path, ABSENT)
             if have != change.before:
                 why = (

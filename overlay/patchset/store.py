@@ -118,11 +118,15 @@ class Store:
         """Write the journal: from here on the transaction exists."""
         write(self.journal_file, _json(journal))
 
+    @property
+    def untidy(self) -> bool:
+        """Whether a run is under way here, or one was killed."""
+        return self.stage.exists() or self.lock.exists() or self.journal_file.exists()
+
     def tidy(self) -> None:
         """Drop what neither state nor journal needs; without a state nothing but the lock remains."""
         if self.journal_file.exists():
             return
-        shutil.rmtree(self.stage, ignore_errors=True)
         for leftover in self.folder.glob("*.tmp"):
             leftover.unlink()
         state = self.state()
@@ -133,6 +137,9 @@ class Store:
             for path in self.objects.glob("*"):
                 if path.name not in keep:
                     path.unlink()
+        shutil.rmtree(
+            self.stage, ignore_errors=True
+        )  # last: as long as it is there, a killed run is tidied up
 
 
 def write(path: Path, data: bytes, mode: int = 0o644) -> None:

@@ -189,13 +189,15 @@ def _apply_installed(project: Project, args: Namespace) -> Report:
         raise PatchsetError(
             Exit.USAGE, "--commit and --force are for trees", "leave them out for an installed vLLM"
         )
-    outcome = engine.apply(target, project.series, project.manifest, args.dry_run)
+    if args.dry_run:
+        return _dry(project, target, False)
+    outcome = engine.apply(target, project.series, project.manifest)
     _tell(outcome, target, project)
-    changed = outcome.action not in ("nothing", "would-apply") or bool(outcome.recovered)
+    changed = outcome.action != "nothing" or bool(outcome.recovered)
     if target.kind == "tree":
         say(f"that vLLM is installed editable: its tree {target.root} is what is patched")
     program = python.parent / OVERLAY
-    if not args.dry_run and not args.no_install:
+    if not args.no_install:
         env = Environment(python.parent.parent)
         if env.installed().get(OVERLAY) != overlay_version(project.overlay):
             log = _log_of(target)
@@ -205,7 +207,7 @@ def _apply_installed(project: Project, args: Namespace) -> Report:
             changed = True
         if changed:
             self_check(program)
-    if not changed and not args.dry_run:
+    if not changed:
         say("nothing to do: already applied")
     return status(project, args) | {
         "action": outcome.action,
