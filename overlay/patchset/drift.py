@@ -20,6 +20,7 @@ from .fit import Fit, classify
 from .modules import FUNCTIONS, Code, Found
 from .relied import Need
 from .series import Series, post_images
+from .snapshot import Unavailable, layers
 
 SAME, MOVED, SIGNATURE, BODY, GONE, UNREADABLE = (
     "same",
@@ -117,8 +118,6 @@ def examine(
     Raises PatchsetError where the measure itself is wrong: the pinned files cannot be had, a declared or
     patched symbol is not in them, or a fingerprint is not theirs.
     """
-    from .snapshot import Unavailable
-
     pin = series.pin
     try:
         pinned = load(pin.version)
@@ -128,7 +127,7 @@ def examine(
         ) from problem
     patched = {p: after for p, (_, after) in post_images(series, pinned.get).items() if after is not None}
     base = Code(pinned)
-    needs, unseen = relied.collect(overlay, {**pinned, **patched}, package)
+    needs, unseen = relied.collect(overlay, layers(patched, pinned), package)
     needs = [need for need in needs if _in_base(need, base)]
     items = [
         Item(f"patch:{p.name}", "patch", p.name.removesuffix(".patch"), reason=p.status)
@@ -138,7 +137,7 @@ def examine(
     report = Report(pin.version, list(versions), items, {i.id: {} for i in items}, unseen=unseen)
     for version in report.versions:
         try:
-            code = Code(load(version))
+            code = Code(load(version), like=base)
         except Unavailable as problem:
             report.unavailable[version] = str(problem)
             continue
@@ -297,12 +296,8 @@ def _default(found: Found) -> str:
 
 
 def _diff(old: Found, new: Found, base: Code, code: Code) -> str:
-    was, now = (
-        (ast.get_source_segment(c.text(f.path), f.node) or "").splitlines()
-        for f, c in ((old, base), (new, code))
-    )
     names = (f"{old.path}:{_line(old)} (pinned)", f"{new.path}:{_line(new)}")
-    return "\n".join(difflib.unified_diff(was, now, *names, lineterm="", n=2))
+    return "\n".join(difflib.unified_diff(base.source(old), code.source(new), *names, lineterm="", n=2))
 
 
 def _line(found: Found) -> int:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 
 from . import diff
 from .fingerprint import DEFINITIONS, normalise
@@ -232,13 +233,19 @@ def _same_code(old: bytes | None, new: bytes | None, data: bytes, added_too: boo
     """Whether `data` has no statement that the change removes and (`added_too`) all that it adds, each in the
     same definition."""
     try:
-        was, wanted, now = (Counter(_statements(ast.parse(d or b""))) for d in (old, new, data))
+        was, wanted, now = (_counted(d or b"") for d in (old, new, data))
     except (SyntaxError, ValueError):
         return False
     added, removed = wanted - was, was - wanted
     if any(now[statement] > wanted[statement] for statement in removed):
         return False
     return bool(added) and not (added - now) if added_too else bool(removed)
+
+
+@lru_cache(maxsize=32)
+def _counted(data: bytes) -> Counter[tuple[str, str]]:
+    """The statements of a file, not to be changed. Raises SyntaxError or ValueError."""
+    return Counter(_statements(ast.parse(data)))
 
 
 def _statements(node: ast.AST, scope: str = "") -> Iterator[tuple[str, str]]:

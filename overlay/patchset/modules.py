@@ -34,25 +34,35 @@ class Found:
 
 
 class Code:
-    """The files of one version. Syntax trees are kept, so ask one object often."""
+    """The files of one version. Syntax trees are kept, so ask one object often; those of files that are the
+    same in `like` are taken from there."""
 
-    def __init__(self, files: Mapping[str, bytes]) -> None:
+    def __init__(self, files: Mapping[str, bytes], like: "Code | None" = None) -> None:
         self.files = files
+        self._like = like
         self._trees: dict[str, ast.Module | None] = {}
         self._imports: dict[str, dict[str, tuple[str, str]]] = {}
         self._stars: dict[str, list[str]] = {}
         self._members: dict[tuple[str, str, str], Found | None] = {}
 
-    def text(self, path: str) -> str:
-        """The file's text; bytes that are not UTF-8 are replaced."""
-        return self.files[path].decode("utf-8", "replace")
+    def source(self, found: "Found") -> list[str]:
+        """The lines of a definition, decorators included; bytes that are not UTF-8 are replaced."""
+        lines = self.files[found.path].decode("utf-8", "replace").split("\n")
+        first = min(
+            [getattr(found.node, "lineno", 1), *(d.lineno for d in getattr(found.node, "decorator_list", []))]
+        )
+        return lines[first - 1 : getattr(found.node, "end_lineno", len(lines))]
 
     def tree(self, path: str) -> ast.Module | None:
         """The syntax tree; None where there is no such file or this Python cannot parse it."""
         if path not in self._trees:
+            data = self.files.get(path)
             try:
-                self._trees[path] = ast.parse(self.files[path])
-            except (KeyError, SyntaxError, ValueError):
+                if self._like is not None and data is not None and self._like.files.get(path) == data:
+                    self._trees[path] = self._like.tree(path)
+                else:
+                    self._trees[path] = None if data is None else ast.parse(data)
+            except (SyntaxError, ValueError):
                 self._trees[path] = None
         return self._trees[path]
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from . import toml
 from .errors import Exit, PatchsetError
 from .modules import FUNCTIONS, Code, Found, absolute, parameters
+from .snapshot import layers
 
 UPSTREAM = "vllm/"
 DECLARED = "relies_on.toml"
@@ -62,7 +63,7 @@ def collect(
     against which the overlay was written.
     """
     declared = toml.loads(overlay.get(f"{package}/{DECLARED}", b"").decode())
-    reader = _Reader(Code({**upstream, **overlay}), declared.get("names", {}))
+    reader = _Reader(Code(layers(overlay, upstream)), declared.get("names", {}))
     for path in sorted(overlay):
         if path.startswith(f"{package}/") and path.endswith(".py"):
             reader.file(path)

@@ -9,6 +9,7 @@ import os
 import tarfile
 import tempfile
 import zipfile
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -64,6 +65,11 @@ class FolderFiles(Mapping[str, bytes]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def layers(*files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """Several mappings as one; the first that has a path wins."""
+    return ChainMap(*files)  # type: ignore[arg-type]  # reading works on any mapping
 
 
 def load(version: str, source: str, project: str, repository: str) -> Mapping[str, bytes]:

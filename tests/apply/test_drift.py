@@ -370,7 +370,9 @@ def test_a_wrong_declaration_is_an_error_at_the_pinned_version(
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Patch set, overlay and two upstream versions on disk; the second one has a conflict and a changed function."""
+    """Patch set, overlay and two upstream versions on disk; the second one has a conflict and a changed
+    function.
+    """
     old = UPSTREAM["vllm/work.py"]
     new = old.replace("print(level)", "print(level + 1)")
     folder = tmp_path / "patches" / "v1.0.0"
