@@ -142,8 +142,8 @@ class Case:
         known = manifest.load(made)
         return series.load(made, known), known
 
-    def apply(self, **options: bool) -> engine.Outcome:
-        return engine.apply(self.target, *self.load(), **options)
+    def apply(self) -> engine.Outcome:
+        return engine.apply(self.target, *self.load())
 
     def revert(self) -> engine.Outcome:
         return engine.revert(self.target, *self.load())

@@ -94,7 +94,7 @@ class Environment:
         if not wanted:
             return
         arguments = ["--no-deps", *(part for lock in locks for part in ("-r", os.fspath(lock)))]
-        self.pip(title, ["install", *arguments], total=len(wanted) * 2)
+        self.pip(title, ["install", *arguments], total=len(wanted))
 
     def pip(
         self,
@@ -215,7 +215,7 @@ def pip_run(
                 if text.startswith(("Collecting", "Requirement already")):
                     tick(1, text)
                 elif text.startswith(("Downloading", "Using cached", "Installing")):
-                    tick(1 if not text.startswith("Installing") else 0, text)
+                    tick(0, text)
             code = child.wait()
         finally:
             if child.poll() is None:

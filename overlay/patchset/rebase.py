@@ -16,6 +16,7 @@ from .series import Patch, pre_images
 from .ui import say
 from .workflow import Project
 
+DONE = "sfa-cp.ported"
 TEMPLATE = """\
 # What this patch set is pinned to. Values keep to JSON syntax (see overlay/patchset/toml.py).
 tag = "{tag}"
@@ -65,10 +66,13 @@ def start(
     new = _obtain(new, how, folder)
     new = _pin(new, folder)
     _prepare(project, new, folder, patched)
-    left = [p for p in project.series.patches if not _in_history(folder, p)]
+    done = _done(folder)
     applied: list[str] = []
     upstream: list[str] = []
-    for patch in left:
+    for patch in project.series.patches:
+        if patch.name in done:
+            continue
+        git.run(folder, "config", "--add", DONE, patch.name)
         data = (project.pin.folder / patch.name).read_bytes()
         if _already(folder, data):
             say(f"{patch.name}: upstream already has it, left out")
@@ -157,9 +161,12 @@ def _prepare(project: Project, new: Pin, folder: Path, patched: Path) -> None:
             git.run(folder, "hash-object", "-w", "--no-filters", "--stdin", data=data)
 
 
-def _in_history(folder: Path, patch: Patch) -> bool:
-    base = git.text(folder, "log", "--format=%s", "-n", "200")
-    return patch.subject in base.splitlines()
+def _done(folder: Path) -> list[str]:
+    """Patches that this port has dealt with, conflicts and left-out ones included."""
+    try:
+        return git.text(folder, "config", "--get-all", DONE).splitlines()
+    except git.GitError:
+        return []
 
 
 def _already(folder: Path, data: bytes) -> bool:

@@ -5,6 +5,7 @@ only when it is whole.
 """
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import tarfile
@@ -52,9 +53,9 @@ def obtain(pin: Pin, manifest: Mapping[str, str] | None, how: str, dest: Path) -
     return way
 
 
-def needs_network(how: str) -> bool:
-    """Whether `how` may download (and so may need libraries)."""
-    return how in ("auto", "git", "sdist")
+def needs_libraries(how: str) -> bool:
+    """Whether `how` may use the package index, and what that needs is not installed here."""
+    return how in ("auto", "sdist") and importlib.util.find_spec("pypi_simple") is None
 
 
 def cache_dir() -> Path:

@@ -266,7 +266,7 @@ def _list_active(report: Any) -> None:
 
 def _enter(project: Project, env: Environment, args: Namespace, absent: bool) -> None:
     """Go on in our own environment where libraries are needed and this Python is not it."""
-    download = absent and source.needs_network(args.source)
+    download = absent and source.needs_libraries(args.source)
     install = not args.no_install and (not env.exists or bool(env.lacks(*project.locks)))
     if env.active or not (download or install):
         return

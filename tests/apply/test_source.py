@@ -1,0 +1,166 @@
+"""Obtaining upstream (case A22): a damaged, wrong, escaping or bloated download never becomes a tree."""
+
+import hashlib
+import http.server
+import io
+import json
+import shutil
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fake_upstream import Case, make_pin
+from patchset import source
+from patchset.errors import PatchsetError
+
+NAME = "fake_vllm-9.9.0.tar.gz"
+
+
+def pack(root: Path, into: Path, extra: Callable[[tarfile.TarFile], None] | None = None) -> str:
+    """An sdist of `root`; returns its sha256."""
+    with tarfile.open(into, "w:gz") as tar:
+        tar.add(root, "fake_vllm-9.9.0")
+        if extra:
+            extra(tar)
+    return hashlib.sha256(into.read_bytes()).hexdigest()
+
+
+def member(name: str, **fields: object) -> Callable[[tarfile.TarFile], None]:
+    def add(tar: tarfile.TarFile) -> None:
+        info = tarfile.TarInfo(name)
+        for key, value in fields.items():
+            setattr(info, key, value)
+        tar.addfile(info, io.BytesIO(bytes(info.size)))
+
+    return add
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "vllm-sfa-cp"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package index on this machine; returns the folder it serves. Files go beside their entry in
+    index.json.
+    """
+    folder = tmp_path / "index"
+    (folder / "fake-vllm").mkdir(parents=True)
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    yield folder
+    server.shutdown()
+    server.server_close()
+
+
+def publish(folder: Path, digest: str) -> None:
+    page = f'<!doctype html><a href="/{NAME}#sha256={digest}">{NAME}</a>'
+    (folder / "fake-vllm" / "index.html").write_text(page)
+
+
+def test_path_sources(tree: Case, tmp_path: Path) -> None:
+    """A checkout and an sdist file, both verified; the source itself is not touched."""
+    archive = tmp_path / NAME
+    digest = pack(tree.upstream, archive)
+    make_pin(tree.folder, tree.upstream, sdist_sha256=digest)
+    for way in (str(tree.upstream), str(archive)):
+        shutil.rmtree(tree.root)
+        done = tree.cli("--source", way, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["state"] == "patched"
+    assert not list(tree.root.parent.glob(".tree*"))
+
+
+def test_foreign_source_names_the_file(tree: Case, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tree.upstream, other)
+    (other / "vllm/b.py").write_bytes(b"fork\n")
+    shutil.rmtree(tree.root)
+    done = tree.cli("--source", str(other))
+    assert done.returncode == 3
+    assert "vllm/b.py (changed)" in done.stderr
+    assert not tree.root.exists()
+    assert not list(tree.root.parent.glob(".tree*"))
+    assert tree.cli("--source", str(tmp_path / "nothing")).returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        (member("../evil"), "escapes"),
+        (member("fake_vllm-9.9.0/../../evil"), "escapes"),
+        (member("/tmp/evil"), "escapes"),
+        (
+            member("fake_vllm-9.9.0/link", type=tarfile.SYMTYPE, linkname="/etc/passwd"),
+            "neither a file nor a folder",
+        ),
+        (member("fake_vllm-9.9.0/hard", type=tarfile.LNKTYPE, linkname="x"), "neither a file nor a folder"),
+        (member("fake_vllm-9.9.0/pipe", type=tarfile.FIFOTYPE), "neither a file nor a folder"),
+        (member("fake_vllm-9.9.0/bomb", size=2 << 20), "unpacks to more than"),
+    ],
+)
+def test_bad_archives(
+    tree: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra, reason: str
+) -> None:
+    monkeypatch.setattr(source, "MAX_UNPACKED", 1 << 20)
+    archive = tmp_path / NAME
+    pack(tree.upstream, archive, extra)
+    with pytest.raises(PatchsetError, match=reason) as caught:
+        source.unpack(archive, tmp_path / "out")
+    assert caught.value.code == 3
+    assert not (tmp_path / "evil").exists()
+
+
+def test_truncated_archive(tree: Case, tmp_path: Path) -> None:
+    archive = tmp_path / NAME
+    pack(tree.upstream, archive)
+    archive.write_bytes(archive.read_bytes()[:300])
+    with pytest.raises(PatchsetError, match="is not a sound sdist"):
+        source.unpack(archive, tmp_path / "out")
+    shutil.rmtree(tree.root)
+    done = tree.cli("--source", str(archive))
+    assert done.returncode == 3
+    assert "pinned is" in done.stderr
+
+
+def test_index(tree: Case, index: Path, cache: Path, tmp_path: Path) -> None:
+    """Downloaded, verified, cached; a damaged cache is fetched again; a cut or swapped download is refused."""
+    pytest.importorskip("pypi_simple")
+    digest = pack(tree.upstream, index / NAME)
+    publish(index, digest)
+    pinned = make_pin(tree.folder, tree.upstream, sdist_sha256=digest)
+    known = tree.load()[1]
+    source.obtain(pinned, known, "sdist", tmp_path / "one")
+    assert (cache / NAME).is_file()
+    (cache / NAME).write_bytes(b"damaged")
+    source.obtain(pinned, known, "sdist", tmp_path / "two")
+    whole = (index / NAME).read_bytes()
+    for bad in (whole[:200], whole[::-1]):
+        (cache / NAME).unlink(missing_ok=True)
+        (index / NAME).write_bytes(bad)
+        with pytest.raises(PatchsetError) as caught:
+            source.obtain(pinned, known, "sdist", tmp_path / "three")
+        assert caught.value.code == 3
+        assert not list(cache.iterdir())
+        assert not (tmp_path / "three").exists()
+
+
+def test_offline(tree: Case, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("pypi_simple")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
+    with pytest.raises(PatchsetError, match="cannot be downloaded") as caught:
+        source.obtain(make_pin(tree.folder, tree.upstream), tree.load()[1], "sdist", tmp_path / "out")
+    assert caught.value.code == 3
+    assert "--source PATH" in caught.value.hint
