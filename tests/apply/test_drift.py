@@ -400,9 +400,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command() -> ModuleType:
-    """ci/check_drift.py as a module."""
-    spec = importlib.util.spec_from_file_location("check_drift", ROOT / "ci" / "check_drift.py")
+def command(name: str = "check_drift") -> ModuleType:
+    """A script of ci/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "ci" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -531,3 +531,20 @@ def test_hunks_of_the_fixture_are_where_the_oracle_thinks() -> None:
     spans = [(h.old_at, h.old_at + len(h.old)) for h in patch.files[0].hunks]
     assert spans == [(start, stop) for start, _, _, stop in HUNKS]
     assert diff.apply("".join(LINES).encode(), patch.files[0]) == "".join(PATCHED).encode()
+
+
+def test_an_issue_names_each_pair_once_even_if_it_was_closed() -> None:
+    reporter = command("report_drift")
+    new = {"2.0": {"patch:a": "conflict", "symbol:b": "gone"}, "2.1": {"patch:a": "conflict"}}
+    title, body = reporter.issue(new, "1.0", {"patch:a": {"2.0": {"detail": "hunk 1"}}})
+    assert title == "Drift: 2.0, 2.1"
+    assert "- `patch:a`: conflict, hunk 1" in body
+    assert reporter.unreported(new, [body]) == {}
+    assert reporter.unreported({**new, "2.2": {"patch:a": "gone"}}, ["hello", body]) == {
+        "2.2": {"patch:a": "gone"}
+    }
+    many = {"3.0": {f"symbol:{'x' * 80}{i}": "gone" for i in range(2000)}}
+    _, body = reporter.issue(many, "1.0", {})
+    assert len(body) < 65_536
+    rest = reporter.unreported(many, [body])
+    assert 0 < len(rest["3.0"]) < 2000
