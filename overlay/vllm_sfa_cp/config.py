@@ -81,7 +81,7 @@ _SECTION: dict[str, tuple[str, Any]] = {
     "prefetch_step": ("an integer from 0 to 8", lambda v: type(v) is int and 0 <= v <= 8),
     "shared": (
         f"a list with names from {', '.join(SHAREABLE)}",
-        lambda v: isinstance(v, (list, tuple)) and len(set(v)) == len(v) and set(v) <= set(SHAREABLE),
+        lambda v: isinstance(v, (list, tuple)) and all(n in SHAREABLE for n in v) and len(set(v)) == len(v),
     ),
     "cp_min_tokens": ("an integer from 0", lambda v: type(v) is int and v >= 0),
     "ops": ("one of reference, ascend", lambda v: v in get_args(OpsName)),
