@@ -1,45 +1,29 @@
 """What rank processes do in engine tests: build an engine, run prompts, report. Imported inside `RankPool`."""
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm_sfa_cp import launch
 
 
 @contextmanager
 def engine(model: str, **kwargs: Any) -> Iterator[Any]:
-    """vLLM's LLM on `model` with defaults fit for tests; torn down with its process groups afterwards."""
-    from vllm import LLM
-    from vllm.config import get_cached_compilation_config
-    from vllm.distributed import cleanup_dist_env_and_memory
-
+    """`launch.engine` with defaults fit for tests."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "max_logprobs": -1,
+        "logprobs_mode": "raw_logits",
+        "num_gpu_blocks_override": 96,
+    }
     # Short test prompts are meant to take the CP path; the planner would send them down the TP path.
     extra = kwargs.get("additional_config", {})
     if extra.get("enable_sfa_cp"):
         kwargs["additional_config"] = {**extra, "sfa_cp": {"cp_min_tokens": 0, **extra.get("sfa_cp", {})}}
-    # Something asked for it outside any engine: the next engine must not be built under that answer.
-    get_cached_compilation_config.cache_clear()
-
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "max_model_len": 2048,
-        "skip_tokenizer_init": True,
-        "max_logprobs": -1,
-        "logprobs_mode": "raw_logits",
-        "distributed_executor_backend": "external_launcher",
-        "seed": 0,
-        "num_gpu_blocks_override": 96,
-    }
-    llm = LLM(model, **{**defaults, **kwargs})
-    try:
+    with launch.engine(model, **{**defaults, **kwargs}) as llm:
         yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
 
 
 def generate(llm: Any, prompts: list[list[int]], max_tokens: int = 8, logits: bool = True) -> list[dict]:
