@@ -104,10 +104,9 @@ class Assembly:
             source = Broadcast(self.schedule, link)
         else:
             source = Gather(link)
-            sample = own[self.schedule.start]
-            assert sample is not None
-            for i, window in enumerate(windows):  # one by one: each lets go of its old memory before the next
-                windows[i] = source.window_layout(sample, window)
+            # One by one, and no name for an old one: each is let go before the next is laid out.
+            for i in range(len(windows)):
+                windows[i] = source.window_layout(own[self.schedule.start], windows[i])
                 if name in self.modules:
                     put_back(self.modules[name][i], windows[i])
         for layer in self.schedule.layers:

@@ -27,8 +27,9 @@ class Gather:
             for name, shard in own.items()
         }
 
-    def window_layout(self, own: Tensors, window: Tensors) -> Tensors:
+    def window_layout(self, own: Tensors | None, window: Tensors) -> Tensors:
         """The window's tensors, stored so that gathered shards land in place."""
+        assert own is not None
         return {
             name: lay_out(full, shard_dim(full.shape, own[name].shape, self.link.size))
             for name, full in window.items()
