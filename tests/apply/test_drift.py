@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patchset import diff, drift, fit, relied, report, snapshot
+from patchset import diff, drift, fit, git, relied, report, snapshot
 from patchset.blob import blob_id
 from patchset.errors import PatchsetError
 from patchset.fingerprint import digest
@@ -471,7 +471,8 @@ def test_torch_npu_drift_counts_and_is_said(checkout: Path) -> None:
     assert "npu_x: breaks: argument q is gone" in report.text(found, {}, 100)
 
 
-def test_sdists_and_tags_read_alike(tmp_path: Path) -> None:
+def test_sdists_and_tags_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tree = tmp_path / "vllm-1.0.0"
     for path, data in encoded(UPSTREAM).items():
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
@@ -481,6 +482,16 @@ def test_sdists_and_tags_read_alike(tmp_path: Path) -> None:
         tar.add(tree, "vllm-1.1.0")
     one, two = (snapshot.load(v, str(tmp_path), "vllm", "") for v in ("1.0.0", "1.1.0"))
     assert dict(one) == dict(two) == encoded(UPSTREAM)
+    who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    for command in (("init", "-q"), ("add", "-A"), (*who, "commit", "-qm", "all"), ("tag", "v1.3.0")):
+        git.run(tree, *command)
+    assert dict(snapshot.load("1.3.0", str(tree), "vllm", "")) == dict(one)
+    assert dict(snapshot.load("1.3.0", "git", "vllm", tree.as_uri())) == dict(one)
+    assert dict(snapshot.load("1.3.0", "git", "vllm", "nowhere")) == dict(one)  # cached
+    with pytest.raises(snapshot.Unavailable, match=r"has no tag v1\.4\.0"):
+        snapshot.load("1.4.0", str(tree), "vllm", "")
+    with pytest.raises(snapshot.Unavailable, match="cannot clone"):
+        snapshot.load("1.4.0", "git", "vllm", tree.as_uri())
     (tmp_path / "vllm-1.2.0.tar.gz").write_bytes((tmp_path / "vllm-1.1.0.tar.gz").read_bytes()[:150])
     with pytest.raises(snapshot.Unavailable, match="is damaged"):
         snapshot.load("1.2.0", str(tmp_path), "vllm", "")
