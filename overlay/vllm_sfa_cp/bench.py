@@ -1,298 +1,341 @@
 """`vllm-sfa-cp bench`: measure configurations of one model side by side, in real engines, in one run.
 
-Ranks share the machine's cores, so wall time compares total work, while the CPU seconds of the busiest rank are
-what separate devices would feel. Both are reported; figures of different runs are never compared.
+A *cell* is one number of ranks and one prompt length. Its configurations are all alive at the same time, as
+engines in the same rank processes, and take turns: every repeat goes round all of them, in another order, with
+the same fresh prompt. Whatever else happens on the machine happens to all alike, and figures of different cells
+or runs are never compared.
 
-Every configuration is visited twice, the second time in reverse order, and its repeats are divided between the
-visits: a machine that slows down or speeds up during the run touches all of them alike.
+Ranks share the machine's cores, so wall time compares total work; the CPU seconds of the busiest rank are what
+separate devices would feel. Both are reported.
 """
 
-import argparse
 import json
-import statistics
+import os
+import random
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from .bench_report import Configuration, configuration_of, machine, speedups, summarise, turns
+from .cli_plan import load_model
 from .config import ENV_FLASHCOMM1
 from .errors import UserError
 from .launch import RankError, RankPool
+from .planner import DeviceProfile, ModelShape, memory, step_flops
+from .progress import Progress
+from .shapes import SHAPES, load_shape
 
-MODES = ("off", "flashcomm1", "sfa-cp")
-SOURCES = ("replicate", "broadcast", "gather")
-PARTITIONS = ("contiguous", "balanced")
+#: The environment must not switch a mode on behind the configurations' back.
+ENGINE_ENV = {ENV_FLASHCOMM1: "0"}
+_ENGINES = "vllm_sfa_cp.rank_engines:"
+_PROCESS_BYTES = 900 << 20  # a rank process with vLLM imported
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """One way to run; `weights` and `partition` are empty where they mean nothing."""
+class Plan:
+    """What to measure. prompts: tokens of the prompt, or of the cached context for `decode`. chunk: tokens per
+    step (default: the whole prompt). batch, steps: requests in flight and tokens per repeat, `decode` only."""
 
-    mode: str
-    weights: str = ""
-    partition: str = ""
+    what: Literal["prefill", "decode", "serve"]
+    model: str
+    ranks: tuple[int, ...]
+    prompts: tuple[int, ...]
+    configurations: tuple[Configuration, ...]
+    repeats: int = 5
+    warmup: int = 1
+    dtype: str = "float32"
+    chunk: int | None = None
+    prefetch_step: int = 1
+    kernels: bool = False
+    batch: int = 8
+    steps: int = 8
+    limit_s: float = 3600
+    seed: int = 0
 
-    @property
-    def label(self) -> str:
-        return "/".join(part for part in (self.mode, self.weights, self.partition) if part)
+    def check(self, shape: ModelShape) -> None:
+        """UserError: something that no engine could run."""
+        for size in self.ranks:
+            if shape.num_attention_heads % size:
+                heads = shape.num_attention_heads
+                raise UserError(f"{heads} heads do not divide over {size} ranks", "change --ranks", 2)
+        if self.ranks and min(self.ranks) < 2:
+            raise UserError("one rank has nothing to divide", "give --ranks of at least 2", 2)
 
-    def engine_args(self, prefetch_step: int) -> dict[str, Any]:
-        """What the engine is given, beside the environment of `env`."""
-        if self.mode != "sfa-cp":
-            return {}
-        section = {
-            "weights": self.weights,
-            "partition": self.partition,
-            "prefetch_step": prefetch_step,
-        }
-        return {"additional_config": {"enable_sfa_cp": True, "sfa_cp": section}}
-
-    @property
-    def env(self) -> dict[str, str]:
-        return {ENV_FLASHCOMM1: "0" if self.mode == "off" else "1"}
-
-
-def add_bench_parser(subparsers: Any) -> None:
-    """Declare `vllm-sfa-cp bench prefill|decode`."""
-    parser = subparsers.add_parser("bench", help="measure configurations side by side")
-    what = parser.add_subparsers(dest="what", required=True, metavar="prefill|decode|serve")
-    for name, text in (
-        ("prefill", "time to the first token of one prompt"),
-        ("decode", "time per output token of a batch"),
-        ("serve", "latency of concurrent requests over HTTP"),
-    ):
-        sub = what.add_parser(name, help=text)
-        sub.add_argument("--model", required=True, help="checkpoint, or a shape such as dsv32-128k/64")
-        sub.add_argument("--ranks", type=_numbers, default=[2], metavar="N,..", help="default 2")
-        sub.add_argument("--modes", type=_names(MODES), default=["off", "sfa-cp"], metavar="MODE,..")
-        sub.add_argument("--weights", type=_names(SOURCES), default=["gather"], metavar="SOURCE,..")
-        sub.add_argument("--partition", type=_names(PARTITIONS), default=["balanced"], metavar="KIND,..")
-        sub.add_argument("--prefetch-step", type=int, default=1, metavar="K")
-        sub.add_argument("--repeats", type=int, default=5, help="measured runs of each case (default 5)")
-        sub.add_argument("--warmup", type=int, default=1, help="runs before them, per visit (default 1)")
-        sub.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-        sub.add_argument("--json", type=Path, metavar="FILE", help="write the report; - for stdout")
-        sub.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds one visit may take")
-        if name == "prefill":
-            sub.add_argument("--prompt", type=_numbers, default=[1024], metavar="S,..", help="default 1024")
-            sub.add_argument("--chunk", type=int, metavar="C", help="tokens per step (default: the prompt)")
-            sub.add_argument("--device-profile", type=Path, metavar="FILE", help="also plot its prediction")
-            sub.add_argument("--plot", type=Path, metavar="OUT.png", help="speed-up against prompt length")
-        else:
-            sub.add_argument("--batch", type=int, default=8, help="requests in flight (default 8)")
-            sub.add_argument("--context", type=int, default=2048, help="prompt tokens each (default 2048)")
-            sub.add_argument("--steps", type=int, default=32, help="output tokens each (default 32)")
+    def identity(self) -> dict[str, Any]:
+        """What a report must have in common with this plan to be continued."""
+        keys = ["what", "dtype", "chunk", "prefetch_step", "repeats"]
+        return {key: getattr(self, key) for key in keys + ["batch", "steps"] * (self.what != "prefill")}
 
 
-def _numbers(text: str) -> list[int]:
-    values = [int(part) for part in text.split(",")]
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a list of positive numbers")
-    return values
-
-
-def _names(allowed: tuple[str, ...]) -> Any:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        if wrong := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: choose from {', '.join(allowed)}")
-        return names
-
-    return parse
-
-
-def configurations(modes: list[str], sources: list[str], partitions: list[str]) -> list[Configuration]:
-    """The product of what was asked for, each once, plain modes first."""
-    plain = [Configuration(mode) for mode in modes if mode != "sfa-cp"]
-    cp = [Configuration("sfa-cp", w, p) for w in sources for p in partitions] if "sfa-cp" in modes else []
-    return plain + cp
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    """Measure, print a table, write what was asked for."""
-    if args.repeats < 1 or args.warmup < 0:
-        raise UserError("--repeats must be at least 1 and --warmup at least 0", "see --help", 2)
-    asked = configurations(args.modes, args.weights, args.partition)
-    with tempfile.TemporaryDirectory(prefix="sfa-cp-bench-") as folder:
-        model, shape = _model(args.model, folder, args.dtype)
-        if args.what == "serve":
-            from .bench_serve import serve
-
-            runs = serve(args, model, asked)
-        else:
-            runs = [run for ranks in args.ranks for run in _visit(args, model, asked, ranks, folder)]
-    from .bench_ranks import machine
-
-    report = {
-        "what": args.what,
-        "machine": machine(),
-        "model": args.model,
-        "dtype": args.dtype,
-        "runs": runs,
-        "speedup": speedups(runs, shape) if args.what == "prefill" else [],
-    }
-    print(table(report), file=sys.stderr if str(args.json) == "-" else sys.stdout)
-    if args.json is not None:
-        text = json.dumps(report, indent=1)
-        if str(args.json) == "-":
-            print(text)
-        else:
-            args.json.write_text(text + "\n")
-    if getattr(args, "plot", None):
-        from .bench_plot import draw
-
-        draw(report, shape, args.plot, args.device_profile)
-        print(f"plot: {args.plot}", file=sys.stderr)
-    return 0
-
-
-def _model(name: str, folder: str, dtype: str) -> tuple[str, Any]:
-    """(checkpoint folder, planner shape) of a checkpoint or a named shape, which is written on the fly."""
-    from .cli_plan import load_model
-    from .shapes import SHAPES, load_shape
-
-    shape = load_model(name)
-    if name not in SHAPES:
-        return name, shape
+@contextmanager
+def checkpoint(spec: str, dtype: str) -> Iterator[tuple[str, ModelShape]]:
+    """(folder, shape) of a checkpoint or a named proportion, whose random weights live as long as the context."""
+    shape = replace(load_model(spec), dtype_bytes=4 if dtype == "float32" else 2)
+    if spec not in SHAPES:
+        path = Path(spec)
+        if not path.is_dir():
+            raise UserError(
+                f"{spec} is not a checkpoint folder", f"give one, or one of {', '.join(SHAPES)}", 2
+            )
+        yield str(path), replace(shape, name=path.name)
+        return
     from .tiny_model import write_checkpoint
 
-    out = Path(folder, "model")
-    print(f"writing {name} with random weights", file=sys.stderr, flush=True)
-    write_checkpoint(out, load_shape(name), seed=0, quant="none", dtype=dtype)
-    return str(out), shape
+    with tempfile.TemporaryDirectory(prefix="sfa-cp-model-") as folder:
+        out = Path(folder, "model")
+        print(f"writing {spec} with random weights", file=sys.stderr, flush=True)
+        write_checkpoint(out, load_shape(spec), dtype=dtype)
+        yield str(out), shape
 
 
-def _visit(
-    args: argparse.Namespace, model: str, asked: list[Configuration], ranks: int, folder: str
-) -> list[dict[str, Any]]:
-    """Measure every configuration on `ranks` ranks."""
-    halves = [args.repeats - args.repeats // 2, args.repeats // 2]
-    plan = [(c, halves[0]) for c in asked] + [(c, halves[1]) for c in reversed(asked) if halves[1]]
-    cases = args.prompt if args.what == "prefill" else [args.context]
-    found: dict[tuple[Configuration, int], list[list[dict[str, Any]]]] = {}
-    with RankPool(ranks, folder, args.limit) as pool:
-        for i, (configuration, repeats) in enumerate(plan):
-            print(
-                f"[{i + 1}/{len(plan)}] {ranks} ranks, {configuration.label}: {repeats} x {cases}",
-                file=sys.stderr,
-                flush=True,
-            )
-            common = {
-                "model": model,
-                "repeats": repeats,
-                "warmup": args.warmup,
-                "dtype": args.dtype,
-                "tensor_parallel_size": ranks,
-                **configuration.engine_args(args.prefetch_step),
-            }
-            try:
-                if args.what == "prefill":
-                    more = {"prompts": args.prompt, "chunk": args.chunk}
-                    by_rank = pool.run(
-                        ranks, "vllm_sfa_cp.bench_ranks:prefill", {**common, **more}, configuration.env
-                    )
-                else:
-                    more = {"batch": args.batch, "context": args.context, "steps": args.steps}
-                    by_rank = pool.run(
-                        ranks, "vllm_sfa_cp.bench_ranks:decode", {**common, **more}, configuration.env
-                    )
-                    by_rank = [{args.context: rows} for rows in by_rank]
-            except RankError as err:
-                cause = str(err).strip().splitlines()[-1]
-                raise UserError(
-                    f"{configuration.label} on {ranks} ranks failed: {cause}", "see the log"
-                ) from err
-            for case in cases:
-                samples = [list(sample) for sample in zip(*(rank[case] for rank in by_rank))]
-                found.setdefault((configuration, case), []).extend(samples)
-    return [summarise(c, ranks, case, samples) for (c, case), samples in found.items()]
+def prompt(vocab: int, length: int, seed: int) -> list[int]:
+    """Random token ids, without the first two (begin and end of text)."""
+    generator = random.Random(seed)
+    return [generator.randrange(2, vocab) for _ in range(length)]
 
 
-def summarise(
-    configuration: Configuration, ranks: int, prompt: int, samples: list[list[dict[str, Any]]]
+def run(
+    plan: Plan,
+    save: Callable[[dict[str, Any]], None] = lambda report: None,
+    profile: DeviceProfile | None = None,
+    earlier: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One row of the report from samples [repeat][rank]: medians over repeats; wall and CPU of the slowest rank."""
-    walls = [max(rank["wall_s"] for rank in sample) for sample in samples]
+    """Measure every cell and return the report; `save` gets it after each cell.
 
-    def median(key: str, over: Any) -> float:
-        return statistics.median(over(rank[key] for rank in sample) for sample in samples)
+    earlier: a report to continue; its finished cells are kept as they are. UserError: the model or a rank
+    failed, or `earlier` measured something else.
+    """
+    with checkpoint(plan.model, plan.dtype) as (folder, shape):
+        plan.check(shape)
+        report: dict[str, Any] = {
+            "what": plan.what,
+            "machine": machine(),
+            "model": {"name": shape.name, "dtype": plan.dtype},
+            "options": plan.identity(),
+            "runs": [],
+            "speedup": [],
+        }
+        _continue(report, earlier)
 
-    def mean(values: Iterable[float]) -> float:
-        return statistics.fmean(list(values))
+        def finished(runs: list[dict[str, Any]]) -> None:
+            cell = {(r["ranks"], r["prompt"]) for r in runs}
+            kept = [r for r in report["runs"] if (r["ranks"], r["prompt"]) not in cell]
+            report["runs"] = sorted(kept + runs, key=lambda r: (r["ranks"], r["prompt"]))
+            report["speedup"] = speedups(report["runs"], shape, profile, plan.chunk, plan.prefetch_step)
+            save(report)
 
-    def kernel(name: str, over: Any) -> float:
-        return statistics.median(over(rank["kernels"].get(name, 0.0) for rank in s) for s in samples)
+        cells = [
+            (ranks, length)
+            for ranks in plan.ranks
+            for length in plan.prompts
+            if not _has(report, plan, ranks, length)
+        ]
+        total = sum(_work(plan, shape, ranks, length) for ranks, length in cells)
+        with Progress(total) as progress:
+            for ranks in plan.ranks:
+                lengths = [length for n, length in cells if n == ranks]
+                if lengths and plan.what == "serve":
+                    from .bench_http import measure_served
 
+                    measure_served(plan, folder, shape, ranks, lengths, finished, progress)
+                elif lengths:
+                    _measure(plan, folder, shape, ranks, lengths, finished, progress)
+        report["speedup"] = speedups(report["runs"], shape, profile, plan.chunk, plan.prefetch_step)
+        return report
+
+
+def _continue(report: dict[str, Any], earlier: dict[str, Any] | None) -> None:
+    if earlier is None:
+        return
+    for key in ("what", "machine", "model", "options"):
+        if earlier.get(key) != report[key]:
+            raise UserError(
+                f"the report to resume has another {key!r}: {earlier.get(key)}, now {report[key]}",
+                "give the same options on the same machine, or another --json file",
+                2,
+            )
+    report["runs"] = list(earlier["runs"])
+
+
+def _has(report: dict[str, Any], plan: Plan, ranks: int, length: int) -> bool:
+    there = {configuration_of(r) for r in report["runs"] if (r["ranks"], r["prompt"]) == (ranks, length)}
+    return there >= set(plan.configurations)
+
+
+def _work(plan: Plan, shape: ModelShape, ranks: int, length: int) -> float:
+    """Rough FLOPs of a cell, over all its runs: what the remaining time is guessed from."""
+    return len(plan.configurations) * (plan.warmup + plan.repeats) * unit(plan, shape, ranks, length)
+
+
+def unit(plan: Plan, shape: ModelShape, ranks: int, length: int) -> float:
+    """Rough FLOPs of one run."""
+    if plan.what == "decode":
+        return plan.steps * plan.batch * sum(step_flops(shape, 1, length).values())
+    return sum(step_flops(shape, length).values()) * (1 + ranks / 4)
+
+
+def _measure(
+    plan: Plan,
+    folder: str,
+    shape: ModelShape,
+    ranks: int,
+    lengths: Sequence[int],
+    finished: Callable[[list[dict[str, Any]]], None],
+    progress: Progress,
+) -> None:
+    _warn_if_large(plan, shape, ranks, max(lengths), progress)
+    with (
+        tempfile.TemporaryDirectory(prefix="sfa-cp-bench-") as logs,
+        RankPool(ranks, logs, plan.limit_s) as pool,
+    ):
+
+        def call(name: str, **kwargs: Any) -> list[Any]:
+            return pool.run(ranks, _ENGINES + name, kwargs, ENGINE_ENV)
+
+        try:
+            progress.say(f"{ranks} ranks: importing vLLM, then {len(plan.configurations)} engines")
+            for configuration in plan.configurations:
+                progress.begin(f"{ranks} ranks, starting {configuration.label}")
+                seconds = max(
+                    call(
+                        "open_engine",
+                        label=configuration.label,
+                        model=folder,
+                        tensor_parallel_size=ranks,
+                        **engine_limits(plan, configuration, max(lengths)),
+                    )
+                )
+                progress.say(f"{ranks} ranks, {configuration.label}: engine in {seconds:.1f} s")
+            for length in lengths:
+                cell = _prefill_cell if plan.what == "prefill" else _decode_cell
+                finished(cell(plan, shape, ranks, length, call, progress))
+            call("close_engines")
+        except RankError as err:
+            log = Path(logs, "rank0.log")
+            tail = log.read_text(errors="replace")[-1500:] if log.exists() else ""
+            raise UserError(
+                f"{ranks} ranks: {str(err).strip().splitlines()[-1]}",
+                f"the first rank's log ends with:\n{tail}\n{err}",
+            ) from err
+
+
+def engine_limits(plan: Plan, configuration: Configuration, longest: int) -> dict[str, Any]:
+    """Arguments of the engine: room for the longest prompt and no more, one step per prompt unless chunked."""
+    decode = plan.what == "decode"
+    produced = (plan.warmup + plan.repeats) * plan.steps + 2 if decode else 1
+    width, requests = longest + produced, plan.batch if decode else 1
+    section: dict[str, Any] = {"prefetch_step": plan.prefetch_step}
+    if not decode:
+        section["cp_min_tokens"] = 0  # what is measured is the mode that was asked for, at every length
     return {
-        "mode": configuration.mode,
-        "weights": configuration.weights,
-        "partition": configuration.partition,
-        "ranks": ranks,
-        "prompt": prompt,
-        "repeats": len(samples),
-        "wall_s": statistics.median(walls),
-        "wall_s_min": min(walls),
-        "wall_s_max": max(walls),
-        "cpu_s_max_rank": median("cpu_s", max),
-        "cpu_s_mean_rank": median("cpu_s", mean),
-        "bytes": median("bytes", max),
-        "weight_wait_s": median("weight_wait_s", max),
-        "peak_bytes": max(rank["peak_bytes"] for sample in samples for rank in sample),
-        "indexer_cpu_s_max_rank": kernel("indexer_topk", max),
-        "indexer_cpu_s_mean_rank": kernel("indexer_topk", mean),
+        "dtype": plan.dtype,
+        "additional_config": configuration.additional_config(**section),
+        "max_model_len": width,
+        "max_num_seqs": max(requests, 4),
+        "max_num_batched_tokens": max(plan.chunk or longest, requests, 4),
+        "num_gpu_blocks_override": requests * (-(-width // 16) + 1) + 4,
     }
 
 
-def speedups(runs: list[dict[str, Any]], shape: Any) -> list[dict[str, Any]]:
-    """Every run against mode `off` of the same ranks and prompt: wall, cpu (slowest rank) and the ideal by FLOPs."""
-    from .planner import ideal_speedup
-
-    plain = {(r["ranks"], r["prompt"]): r for r in runs if r["mode"] == "off"}
-    rows = []
-    for run in runs:
-        base = plain.get((run["ranks"], run["prompt"]))
-        if base is None or run["mode"] == "off":
-            continue
-        ideal = ideal_speedup(shape, run["ranks"], run["prompt"]) if run["mode"] == "sfa-cp" else 1.0
-        rows.append(
-            {
-                **{key: run[key] for key in ("mode", "weights", "partition", "ranks", "prompt")},
-                "wall": base["wall_s"] / run["wall_s"],
-                "cpu": base["cpu_s_max_rank"] / run["cpu_s_max_rank"],
-                "ideal": ideal,
-            }
+def _prefill_cell(
+    plan: Plan,
+    shape: ModelShape,
+    ranks: int,
+    length: int,
+    call: Callable[..., list[Any]],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    def one(configuration: Configuration, repeat: int) -> list[dict[str, Any]]:
+        return call(
+            "prefill",
+            label=configuration.label,
+            prompt=prompt(shape.vocab_size, length, plan.seed + 1000 * length + repeat),
+            kernels=plan.kernels,
+            trim=repeat == 0,
         )
-    return rows
+
+    return _rounds(plan, shape, ranks, length, one, progress)
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report as aligned text."""
-    scale, unit = (1000.0, "ms/token") if report["what"] == "decode" else (1.0, "s")
-    gain = {tuple(s[k] for k in _KEYS): s for s in report["speedup"]}
-    header = ("ranks", "prompt", "configuration", f"wall {unit}", "min..max", "cpu max", "cpu mean", "MiB in")
-    rows = [(*header, "wait s", "peak MiB", "wall x", "cpu x", "ideal x")]
-    for r in report["runs"]:
-        s = gain.get(tuple(r[k] for k in _KEYS))
-        label = Configuration(r["mode"], r["weights"], r["partition"]).label
-        rows.append(
-            (
-                str(r["ranks"]),
-                str(r["prompt"]),
-                label,
-                f"{r['wall_s'] * scale:.2f}",
-                f"{r['wall_s_min'] * scale:.2f}..{r['wall_s_max'] * scale:.2f}",
-                f"{r['cpu_s_max_rank'] * scale:.2f}",
-                f"{r['cpu_s_mean_rank'] * scale:.2f}",
-                f"{r['bytes'] / 2**20:.1f}",
-                f"{r['weight_wait_s']:.3f}",
-                f"{r['peak_bytes'] / 2**20:.0f}",
-                *((f"{s['wall']:.2f}", f"{s['cpu']:.2f}", f"{s['ideal']:.2f}") if s else ("", "", "")),
-            )
+def _decode_cell(
+    plan: Plan,
+    shape: ModelShape,
+    ranks: int,
+    length: int,
+    call: Callable[..., list[Any]],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    prompts = [prompt(shape.vocab_size, length, plan.seed + 1000 * length + i) for i in range(plan.batch)]
+    tokens = (plan.warmup + plan.repeats) * plan.steps + 2
+    for configuration in plan.configurations:
+        progress.begin(f"{ranks} ranks, {configuration.label}: prefill of {plan.batch} x {length}")
+        call("decode_start", label=configuration.label, prompts=prompts, max_tokens=tokens)
+
+    def one(configuration: Configuration, repeat: int) -> list[dict[str, Any]]:
+        label = configuration.label
+        return call("decode_steps", label=label, steps=plan.steps, kernels=plan.kernels, trim=repeat == 0)
+
+    runs = _rounds(plan, shape, ranks, length, one, progress)
+    for configuration in plan.configurations:
+        call("decode_stop", label=configuration.label, requests=plan.batch)
+    return [{**r, "batch": plan.batch} for r in runs]
+
+
+def _rounds(
+    plan: Plan,
+    shape: ModelShape,
+    ranks: int,
+    length: int,
+    one: Callable[[Configuration, int], list[dict[str, Any]]],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Let the configurations take turns; the first `warmup` rounds count for peak memory only."""
+    samples: dict[Configuration, list[list[dict[str, Any]]]] = {c: [] for c in plan.configurations}
+    peaks: dict[Configuration, list[int]] = {c: [] for c in plan.configurations}
+    work = unit(plan, shape, ranks, length)
+    for repeat in range(plan.warmup + plan.repeats):
+        for index in turns(len(plan.configurations), repeat):
+            configuration = plan.configurations[index]
+            name = f"{ranks} ranks, {length} tokens, {configuration.label}"
+            stage = "warm-up" if repeat < plan.warmup else f"repeat {repeat - plan.warmup + 1}/{plan.repeats}"
+            progress.begin(f"{name}, {stage}")
+            found = one(configuration, repeat)
+            peaks[configuration] += [rank["peak_bytes"] for rank in found]
+            if repeat >= plan.warmup:
+                samples[configuration].append(found)
+            wall, cpu = (max(rank[key] for rank in found) for key in ("wall_s", "cpu_s"))
+            progress.done(work, f"{name}, {stage}: {wall:.3f} s, busiest rank {cpu:.3f} CPU s")
+    return [summarise(c, ranks, length, samples[c], peaks[c]) for c in plan.configurations]
+
+
+def _warn_if_large(plan: Plan, shape: ModelShape, ranks: int, longest: int, progress: Progress) -> None:
+    """All engines of a cell are alive at once; say so before the machine's memory is full."""
+    cached = longest * (plan.batch if plan.what == "decode" else 1)
+    kept = sum(
+        sum(memory(shape, c.planner_mode(plan.prefetch_step), ranks, cached).values())
+        for c in plan.configurations
+    )
+    # The largest activation: the indexer's queries of all rows, a few copies of it, in one engine at a time.
+    rows = min(plan.chunk or longest, longest)
+    active = 6 * rows * max(shape.index_n_heads * shape.index_head_dim, shape.hidden_size) * shape.dtype_bytes
+    need = ranks * (kept + active + _PROCESS_BYTES)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > 0.9 * total:
+        progress.say(
+            f"warning: {ranks} ranks x {len(plan.configurations)} engines need about {need / 2**30:.1f} GiB and "
+            f"the machine has {total / 2**30:.1f} GiB; fewer --weights or --partition per run would be safer"
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
 
 
-_KEYS = ("mode", "weights", "partition", "ranks", "prompt")
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Replace the file in one step: an interrupted run leaves the last finished cells."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        temporary.write_text(json.dumps(report, indent=1) + "\n")
+        temporary.replace(path)
+    except OSError as err:
+        raise UserError(f"cannot write {path}: {err}", "give --json a writable path") from err

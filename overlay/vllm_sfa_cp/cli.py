@@ -38,7 +38,7 @@ VERBS: dict[str, Verb] = {
     "demo": Verb("demo", "serve a tiny model with SFA-CP and send two requests"),
     "plan": Verb("cli_plan", "predict work, memory and speed-up of every mode"),
     "compare": Verb("compare", "compare outputs and numerics of two configurations"),
-    "bench": Verb("bench", "measure configurations side by side"),
+    "bench": Verb("cli_bench", "measure configurations side by side"),
 }
 
 

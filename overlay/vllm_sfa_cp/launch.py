@@ -137,7 +137,7 @@ class RankPool:
             for conn in ready:
                 rank = self._conns.index(conn)  # type: ignore[arg-type]
                 try:
-                    state, value = conn.recv()  # type: ignore[union-attr]
+                    state, value = self._conns[rank].recv()
                 except EOFError:
                     state, value = "error", "the process died; see its log"
                 if state == "error":

@@ -13,7 +13,7 @@ No torch, no vLLM.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -202,6 +202,8 @@ class DeviceProfile:
     """Achieved rates of one rank's device. Speed-ups depend on their ratios only.
 
     flops:            FLOP/s by part of the layer (names of `step_flops`); "default" serves the others.
+    shard_flops:      the same where heads or columns are divided over so many ranks (a key such as "8"): narrow
+                      slices reach other rates. What it does not name has the rate of `flops`.
     memory_bandwidth: byte/s at which weights are read; bounds steps of few tokens.
     link_bandwidth:   byte/s a rank receives in a collective. latency: seconds per collective.
     step_overhead:    seconds per engine step outside the layers. layer_overhead: seconds per layer and step.
@@ -216,33 +218,43 @@ class DeviceProfile:
     step_overhead: float = 0.0
     layer_overhead: float = 0.0
     memory: float | None = None
+    shard_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @classmethod
     def from_dict(cls, given: Any, source: str) -> "DeviceProfile":
         """Validate a JSON object with this class's fields. UserError names the field that is wrong."""
-        known = {f.name: f.default for f in fields(cls)}
+        known = [f.name for f in fields(cls)]
         hint = f"fields: {', '.join(known)}; flops maps parts or 'default' to FLOP/s"
         if not isinstance(given, dict):
             raise UserError(f"{source} is not a JSON object", hint, 2)
         if unknown := sorted(set(given) - set(known)):
             raise UserError(f"{source} has unknown fields: {', '.join(unknown)}", hint, 2)
-        for field in ("name", "flops", "memory_bandwidth", "link_bandwidth", "latency"):
-            if field not in given:
-                raise UserError(f"{source} lacks {field!r}", hint, 2)
-        rates = given["flops"]
-        if not isinstance(rates, dict) or not all(map(_positive, rates.values())) or "default" not in rates:
+        for key in ("name", "flops", "memory_bandwidth", "link_bandwidth", "latency"):
+            if key not in given:
+                raise UserError(f"{source} lacks {key!r}", hint, 2)
+        shards = given.get("shard_flops", {})
+        if not isinstance(shards, dict) or not all(map(str.isdecimal, shards)):
+            raise UserError(f"{source}: shard_flops must map numbers of ranks to rates", hint, 2)
+        if not isinstance(given["flops"], dict) or "default" not in given["flops"]:
             raise UserError(f"{source}: flops must map 'default' and parts to positive FLOP/s", hint, 2)
-        if unknown := sorted(set(rates) - {"default", *PARTS}):
-            raise UserError(f"{source}: flops has unknown parts: {', '.join(unknown)}", ", ".join(PARTS), 2)
-        for field in set(given) - {"name", "flops"}:
-            value = given[field]
-            optional = field in ("memory", "step_overhead", "layer_overhead", "latency")
+        for rates in (given["flops"], *shards.values()):
+            if not isinstance(rates, dict) or not all(map(_positive, rates.values())):
+                raise UserError(f"{source}: flops must map 'default' and parts to positive FLOP/s", hint, 2)
+            if unknown := sorted(set(rates) - {"default", *PARTS}):
+                raise UserError(
+                    f"{source}: flops has unknown parts: {', '.join(unknown)}", ", ".join(PARTS), 2
+                )
+        for key in set(given) - {"name", "flops", "shard_flops"}:
+            value = given[key]
+            optional = key in ("memory", "step_overhead", "layer_overhead", "latency")
             if not (_positive(value) or (optional and value in (0, None))):
-                raise UserError(f"{source}: {field} must be a positive number, not {value!r}", hint, 2)
+                raise UserError(f"{source}: {key} must be a positive number, not {value!r}", hint, 2)
         return cls(**given)
 
-    def rate(self, part: str) -> float:
-        return self.flops.get(part, self.flops["default"])
+    def rate(self, part: str, shards: int = 1) -> float:
+        """FLOP/s of a part that is divided over `shards` ranks."""
+        whole = self.flops.get(part, self.flops["default"])
+        return self.shard_flops.get(str(shards), {}).get(part, whole)
 
 
 def _positive(value: Any) -> bool:
@@ -451,12 +463,12 @@ def _seconds(
     read = float(shape.weight_bytes.get(group, 0))
     if group in ("kv_b", "embedding"):
         read /= 2  # each of W_UK and W_UV is half of kv_b; the head is half of the embeddings
-    whole = mode.name == "sfa-cp" and group in _SERIES.values()
+    whole = part in (*REPEATED, "router") or (mode.name == "sfa-cp" and part in ATTENTION_SIDE)
     if group in _TP_SHARDED and not whole:
         read /= size
     if group == "experts":  # share of the experts that at least one token chose
         read *= 1 - (1 - shape.num_experts_per_tok / shape.n_routed_experts) ** tokens
-    return max(work / profile.rate(part), read / profile.memory_bandwidth)
+    return max(work / profile.rate(part, 1 if whole else size), read / profile.memory_bandwidth)
 
 
 def _add(total: dict[str, float], more: Mapping[str, float]) -> None:

@@ -1,0 +1,116 @@
+"""Plots of benchmark reports. matplotlib is imported when one is drawn, and asked for by name if missing."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .bench_report import Configuration, configuration_of, predicted
+from .errors import UserError
+from .planner import DeviceProfile, ModelShape, ideal_speedup
+
+
+def require_matplotlib() -> None:
+    """UserError: matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as err:
+        raise UserError("--plot needs matplotlib, which is not installed", "pip install matplotlib") from err
+    matplotlib.use("Agg")
+
+
+def draw_speedups(
+    report: dict[str, Any],
+    shape: ModelShape,
+    out: Path,
+    profile: DeviceProfile | None = None,
+    chunk: int | None = None,
+) -> None:
+    """Speed-up over plain TP against prompt length, a panel per number of ranks: wall time (filled), CPU seconds
+    of the busiest rank (hollow), the ideal by FLOPs, and with a profile the planner's prediction (dotted).
+
+    UserError: nothing to draw, no matplotlib, or a path that cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib import pyplot
+
+    rows = report["speedup"]
+    if not rows:
+        raise UserError("there is no speed-up to plot", "measure mode off and another one", 2)
+    sizes = sorted({row["ranks"] for row in rows})
+    figure, panels = pyplot.subplots(
+        1, len(sizes), figsize=(4.6 * len(sizes), 4.2), sharey=True, squeeze=False
+    )
+    for axes, size in zip(panels[0], sizes):
+        here = [row for row in rows if row["ranks"] == size]
+        lengths = sorted({row["prompt"] for row in here})
+        grid = _grid(lengths)
+        axes.plot(
+            grid, [ideal_speedup(shape, size, s) for s in grid], "k--", label="ideal (nR + P) / (R + P)"
+        )
+        for i, configuration in enumerate(dict.fromkeys(map(configuration_of, here))):
+            mine = sorted(
+                (row for row in here if configuration_of(row) == configuration), key=lambda row: row["prompt"]
+            )
+            _series(axes, mine, configuration, f"C{i}")
+            if profile is not None:
+                mode = configuration.planner_mode()
+                line = [predicted(shape, mode, size, s, profile, chunk) for s in grid]
+                axes.plot(grid, line, ":", color=f"C{i}", label=f"{configuration.label}, predicted")
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set(title=f"{size} ranks", xlabel="prompt tokens", xscale="log")
+        axes.set_xticks(lengths, [_short(s) for s in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    panels[0][0].set_ylabel("speed-up over plain TP")
+    panels[0][-1].legend(fontsize=7)
+    figure.suptitle(f"{report['model']['name']}, {report['model']['dtype']}")
+    try:
+        figure.savefig(out, dpi=130, bbox_inches="tight")
+    except (OSError, ValueError) as err:
+        raise UserError(f"cannot write {out}: {err}", "give a writable path that ends in .png") from err
+    finally:
+        pyplot.close(figure)
+
+
+def _series(axes: Any, rows: list[dict[str, Any]], configuration: Configuration, color: str) -> None:
+    for key, fill, name in (("wall", color, "wall"), ("cpu", "white", "CPU of the busiest rank")):
+        points = [(row["prompt"], row[key]) for row in rows if row[key] is not None]
+        axes.plot(
+            *zip(*points),
+            marker="o",
+            color=color,
+            markerfacecolor=fill,
+            linestyle="-" if key == "wall" else "-.",
+            label=f"{configuration.label}, {name}",
+        )
+
+
+def _grid(lengths: list[int]) -> list[int]:
+    """A dozen lengths between the shortest and the longest, evenly spaced on a logarithmic axis."""
+    low, high = lengths[0], lengths[-1]
+    return sorted({*lengths, *(round(low * (high / low) ** (i / 12)) for i in range(13))})
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def draw_lines(
+    series: dict[str, Iterable[tuple[float, float]]], out: Path, xlabel: str, ylabel: str, title: str = ""
+) -> None:
+    """Lines over a doubly logarithmic plane, one per entry."""
+    require_matplotlib()
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5.6, 4.2))
+    for label, points in series.items():
+        axes.plot(*zip(*sorted(points)), marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel, title=title)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(out, dpi=130, bbox_inches="tight")
+    except (OSError, ValueError) as err:
+        raise UserError(f"cannot write {out}: {err}", "give a writable path that ends in .png") from err
+    finally:
+        pyplot.close(figure)
