@@ -1,5 +1,6 @@
 """What rank processes do in the tests of shared weights, and what they report. Imported inside `RankPool`."""
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -328,3 +329,52 @@ def refused(model: str, forget: str | None = None, **kwargs: Any) -> str:
             return f"{type(err).__name__}: {err}"
         finally:
             cleanup_dist_env_and_memory()
+
+
+def soak(
+    model: str, pool: Prompts, requests: int, seed: int, limit_s: float, replicas: int = 1, **kwargs: Any
+) -> dict[str, Any]:
+    """Rounds of random load until a replica had its `requests`: each replica gets its own number of prompts from
+    `pool`, none at times; between rounds all idle for a random number of dummy steps.
+
+    A round that takes longer than `limit_s` ends the process with every thread's stack in its log.
+    Returns the `answers` that each prompt of the pool got (once each), and what was done.
+    """
+    import faulthandler
+    import os
+
+    from vllm import SamplingParams
+
+    replica = int(os.environ["RANK"]) * replicas // int(os.environ["WORLD_SIZE"])
+    plan = random.Random(seed)  # the same on every rank: replicas step together
+    answers: dict[tuple[int, int], list[list[int]]] = {}
+    report: dict[str, Any] = {"answers": answers, "requests": 0, "idle": 0, "rounds": 0, "steps": 0}
+    with collectives() as log, engine(model, data_parallel_size=replicas, **kwargs) as llm:
+        core = llm.llm_engine
+        while report["requests"] < requests:
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+            loads = [
+                [(plan.randrange(len(pool)), plan.randrange(1, 9)) for _ in range(plan.choice([0, 1, 2, 7]))]
+                for _ in range(replicas)
+            ]
+            for i, (prompt, length) in enumerate(loads[replica]):
+                params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+                name = f"{report['rounds']}-{i}-{prompt}-{length}"
+                core.add_request(name, {"prompt_token_ids": pool[prompt]}, params)
+            while core.has_unfinished_requests():
+                report["steps"] += 1
+                for out in core.step():
+                    if out.finished:
+                        _, _, prompt, length = map(int, out.request_id.split("-"))
+                        got, seen = list(out.outputs[0].token_ids), answers.setdefault((prompt, length), [])
+                        if got not in seen:
+                            seen.append(got)
+            for _ in range(plan.choice([0, 0, 1, 3])):
+                core.engine_core.execute_dummy_batch()
+                report["idle"] += 1
+            report["requests"] += sum(map(len, loads))
+            report["rounds"] += 1
+        faulthandler.cancel_dump_traceback_later()
+        report["fetches"] = sum(kind.startswith("fetch") for kind, _ in log)
+        report["replica"] = replica
+    return report

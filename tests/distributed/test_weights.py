@@ -10,6 +10,8 @@ import math
 import os
 import random
 import statistics
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -371,3 +373,11 @@ def test_blocks_that_the_shards_would_cut(ranks, tmp_path):
         assert text.startswith(
             "ValueError: Weight input_size_per_partition = 64 is not divisible by weight quant"
         )
+
+
+def test_soak(request, models):
+    """The short form of ci/soak.py; C29, C32."""
+    sys.path.append(str(Path(__file__).parents[2] / "ci"))
+    from soak import soak
+
+    print(soak(request.getfixturevalue("pool"), models("base"), 60, 1, "gather", 60))
