@@ -359,8 +359,8 @@ def _impl(attention: Any) -> Any:
     return attention.mla_attn.mla_attn.impl
 
 
-def upstream_path(model: str, prompts: Prompts, **kwargs: Any) -> dict[str, Any]:
-    """Mode off three times, by decreasing share of the overlay:
+def upstream_path(model: str, prompts: Prompts, share: str, **kwargs: Any) -> dict[str, Any]:
+    """Mode off with less and less of the overlay:
 
     off       as it is served;
     poisoned  the same with every piece of the FlashComm1 and SFA-CP code replaced by one that raises;
@@ -368,6 +368,7 @@ def upstream_path(model: str, prompts: Prompts, **kwargs: Any) -> dict[str, Any]
               the indexer and the attention backend, which upstream has for CUDA alone, are the overlay's.
     """
     from vllm import ModelRegistry
+    from vllm.model_executor.model_loader import utils
     from vllm.model_executor.models import deepseek_v2 as upstream
     from vllm_sfa_cp import partition, registration
     from vllm_sfa_cp.layers import decoder, mla, replicated, step
@@ -375,41 +376,38 @@ def upstream_path(model: str, prompts: Prompts, **kwargs: Any) -> dict[str, Any]
     from vllm_sfa_cp.model import SfaDeepseekV2Model
     from vllm_sfa_cp.weights import assemble, link, shared
 
-    def one(**more: Any) -> dict[str, Any]:
-        with engine(model, **{**kwargs, **more}) as llm:
-            classes = inside(llm, lambda w: [type(w).__name__, *_classes(w.model_runner.get_model())])
-            return {"answers": generate(llm, prompts), "caches": caches_of(llm), "classes": classes}
-
     def poison(*_: Any, **__: Any) -> Any:
         raise AssertionError("mode off ran code of another mode")
 
-    report = {"off": one()}
     with ExitStack() as stack:
-        for owner, names in (
-            (partition.Partition, ["__init__"]),
-            (step.Step, ["__init__", "gather", "reduce", "shard", "unshard"]),
-            (step, ["begin"]),
-            (decoder.RowsDecoderLayer, ["__init__", "forward_rows"]),
-            (mla.RowsMLAAttention, ["forward_rows"]),
-            (mla.CpMLAAttention, ["__init__"]),
-            (mla, ["_attend_layer", "pack"]),
-            (replicated.FullLinear, ["__init__"]),
-            (assemble.Assembly, ["__init__"]),
-            (shared.SharedWeights, ["__init__"]),
-            (link.Link, ["__init__"]),
-            (SfaDeepseekV2Model, ["_pack", "_unpack"]),
-        ):
-            for name in names:
-                stack.enter_context(mock.patch.object(owner, name, poison))
-        report["poisoned"] = one()
-    ModelRegistry.register_model(registration.ARCHITECTURE, upstream.DeepseekV3ForCausalLM)
-    try:
-        with mock.patch.object(upstream.DeepseekV2MLAAttention, "indexer_cls", SfaIndexer):
-            report["upstream"] = one(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker")
-    finally:
-        registration.register_all.cache_clear()
-        registration.register_all()
-    return report
+        if share != "off":
+            for owner, names in (
+                (partition.Partition, ["__init__"]),
+                (step.Step, ["__init__", "gather", "reduce", "shard", "unshard"]),
+                (step, ["begin"]),
+                (decoder.RowsDecoderLayer, ["__init__", "forward_rows"]),
+                (mla.RowsMLAAttention, ["forward_rows"]),
+                (mla.CpMLAAttention, ["__init__"]),
+                (mla, ["_attend_layer", "pack"]),
+                (replicated.FullLinear, ["__init__"]),
+                (assemble.Assembly, ["__init__"]),
+                (shared.SharedWeights, ["__init__"]),
+                (link.Link, ["__init__"]),
+                (SfaDeepseekV2Model, ["_pack", "_unpack"]),
+            ):
+                for name in names:
+                    stack.enter_context(mock.patch.object(owner, name, poison))
+        if share == "upstream":
+            ours = ModelRegistry.models[registration.ARCHITECTURE]
+            ModelRegistry.register_model(registration.ARCHITECTURE, upstream.DeepseekV3ForCausalLM)
+            stack.callback(ModelRegistry.models.__setitem__, registration.ARCHITECTURE, ours)
+            # vLLM remembers the class of a configuration that it has seen.
+            stack.enter_context(mock.patch.dict(utils._MODEL_ARCH_BY_HASH, clear=True))
+            stack.enter_context(mock.patch.object(upstream.DeepseekV2MLAAttention, "indexer_cls", SfaIndexer))
+            kwargs["worker_cls"] = "vllm.v1.worker.cpu_worker.CPUWorker"
+        llm = stack.enter_context(engine(model, **kwargs))
+        classes = inside(llm, lambda w: [type(w.worker).__name__, *_classes(w.model_runner.get_model())])
+        return {"answers": generate(llm, prompts), "caches": caches_of(llm), "classes": classes}
 
 
 def _classes(model: Any) -> list[str]:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from vllm_sfa_cp.numerics import check_diff
 from vllm_sfa_cp.serving import SFA_CP_ENV as FLASHCOMM1
+from vllm_sfa_cp.shapes import SHAPES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+ROPE = SHAPES["base"]["rope_scaling"] | {"rope_type": "yarn", "rope_theta": 10000}
 BLOCK = {"block_size": 16, "num_gpu_blocks_override": 256}
 PARTITIONS = ["contiguous", "balanced"]
 
@@ -101,7 +103,7 @@ def test_a_decode_and_two_prefills_in_one_step(pool, golden, partition):
         "prompts": prompts,
         "max_model_len": 6000,
         "max_num_batched_tokens": 6000,
-        "hf_overrides": {"max_position_embeddings": 8192},
+        "hf_overrides": {"max_position_embeddings": 8192, "rope_parameters": ROPE | {"factor": 8}},
         "block_size": 16,
         "num_gpu_blocks_override": 512,
     }

@@ -18,28 +18,31 @@ def test_off_is_upstreams_path_byte_for_byte(pool, golden, size):
     can be shown: nothing of the other modes runs, and upstream's own model, decoder layer, attention and CPU
     worker, with only the indexer and the attention backend replaced, compute the same bytes."""
     kwargs = {"model": golden.model, "prompts": golden.prompts, "tensor_parallel_size": size, **BLOCK}
-    for report in pool.run(size, "scenarios:upstream_path", kwargs):
-        assert report["off"]["classes"] == [
+    off, poisoned, upstream = (
+        pool.run(size, "scenarios:upstream_path", {**kwargs, "share": share})
+        for share in ("off", "poisoned", "upstream")
+    )
+    for rank in range(size):
+        assert off[rank]["classes"] == [
             "SfaCpuWorker",
             "SfaDeepseekV32ForCausalLM",
             "SfaDeepseekV2Model",
             "TpDecoderLayer",
             "TpMLAAttention",
         ]
-        assert report["upstream"]["classes"] == [
+        assert upstream[rank]["classes"] == [
             "CPUWorker",
             "DeepseekV3ForCausalLM",
             "DeepseekV2Model",
             "DeepseekV2DecoderLayer",
             "DeepseekV2MLAAttention",
         ]
-        for other in ("poisoned", "upstream"):
-            pairs = zip(report["off"]["answers"], report[other]["answers"], strict=True)
-            for ours, theirs in pairs:
+        for other in (poisoned[rank], upstream[rank]):
+            for ours, theirs in zip(off[rank]["answers"], other["answers"], strict=True):
                 assert ours["tokens"] == theirs["tokens"]
                 assert torch.equal(ours["logits"], theirs["logits"])
-            for name, cache in report["off"]["caches"].items():
-                assert torch.equal(cache, report[other]["caches"][name]), name
+            for name, cache in off[rank]["caches"].items():
+                assert torch.equal(cache, other["caches"][name]), name
 
 
 ON = {"enable_sfa_cp": True}
@@ -69,7 +72,7 @@ def built(pool, golden):
     def run(name: str) -> dict:
         if name not in made:
             env, additional = SWITCHES[name]
-            prompts = [golden.prompts[8][:40], golden.prompts[8]]
+            prompts = [golden.prompts[8][-40:], golden.prompts[8]]  # no common prefix
             kwargs = {"model": golden.model, "prompts": prompts, "tensor_parallel_size": 2, **BLOCK}
             made[name] = pool.run(2, "scenarios:shape_of", {**kwargs, "additional_config": additional}, env)[
                 0
@@ -139,7 +142,7 @@ def test_cp_min_tokens(built, golden):
 
 @pytest.mark.parametrize(("threshold", "kind"), [(740, "balanced"), (741, None)])
 def test_cp_min_tokens_is_the_first_size_that_takes_cp(pool, golden, threshold, kind):
-    prompts = [golden.prompts[8][:40], golden.prompts[8]]
+    prompts = [golden.prompts[8][-40:], golden.prompts[8]]  # no common prefix
     section = {"cp_min_tokens": threshold}
     kwargs = {"model": golden.model, "prompts": prompts, "tensor_parallel_size": 2, **BLOCK}
     kwargs["additional_config"] = {**ON, "sfa_cp": section}

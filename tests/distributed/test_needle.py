@@ -52,12 +52,12 @@ def test_a_fact_at_the_start_of_four_long_prompts(pool, golden, size, partition)
         LENGTHS, cp["logprobs"], tp["logprobs"], other["logprobs"], strict=True
     ):
         assert ours.shape == (length - 1,)
-        # The fact is felt at the end of the prompt, so losing it would show there.
-        felt = float((theirs - without)[-TAIL:].abs().max())
-        apart = float((ours - theirs).abs().max())
-        print(
-            f"{length} tokens: the fact moves the last {TAIL} by up to {felt:.3f}, CP differs by {apart:.1e}"
-        )
-        assert felt > 0.05
-        assert apart < 1e-3
+        # Losing the fact would show at nearly every token, to the prompt's end. Two runs of the same sums in
+        # another order (one rank and two, both off) part at single tokens: a near-tie selected another key.
+        felt, apart = (theirs - without).abs(), (ours - theirs).abs()
+        near_ties = int((apart > 1e-4).sum())
+        print(f"{length} tokens: {near_ties} apart, the rest within {apart[apart <= 1e-4].max():.1e}")
+        assert float((felt[-TAIL:] > 1e-2).float().mean()) > 0.98
+        assert near_ties <= 0.02 * length
+        assert int((apart[-TAIL:] > 1e-4).sum()) <= 0.05 * TAIL
         assert torch.isfinite(ours).all()

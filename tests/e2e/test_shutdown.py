@@ -57,4 +57,3 @@ def test_a_killed_rank(busy):
     log = busy.log.read_text()
     assert "died unexpectedly" in log
     assert "VllmWorker-1" in log
-    assert busy.exit_code != 0

@@ -65,4 +65,3 @@ def test_counters_grow_and_a_killed_owner_ends_the_server(tmp_path):
                 pass
         ends(server, 30)
         assert "VllmWorker-0 died unexpectedly" in server.log.read_text()
-        assert server.exit_code != 0

@@ -10,7 +10,12 @@ OPS = {"reference": "ReferenceOps", "ascend": "AscendOps"}
 
 
 def get_ops(name: str) -> "SparseOps":
-    """The kernel set called `name`. ValueError: unknown name; ImportError: its library is missing."""
+    """The kernel set called `name`. ValueError: unknown name, or a library that it needs is missing."""
     if name not in OPS:
         raise ValueError(f"unknown kernel set {name!r}; known: {', '.join(sorted(OPS))}")
-    return getattr(import_module(f"{__name__}.{name}"), OPS[name])()
+    try:
+        return getattr(import_module(f"{__name__}.{name}"), OPS[name])()
+    except ModuleNotFoundError as err:
+        raise ValueError(
+            f'"ops": "{name}" needs the package {err.name}, which is not installed; install it or leave "ops" out'
+        ) from err

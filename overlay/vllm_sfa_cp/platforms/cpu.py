@@ -10,6 +10,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.math_utils import round_up
 
 from vllm_sfa_cp import config as sfa_config
+from vllm_sfa_cp.ops import get_ops
 from vllm_sfa_cp.platforms import cpu_defaults
 from vllm_sfa_cp.weights import metrics
 
@@ -69,6 +70,8 @@ class SfaCpCpuPlatform(CpuPlatform):
         if asked.mode != "off" and parallel.tensor_parallel_size == 1:
             logger.warning_once("%s needs tensor_parallel_size > 1; running as off", asked.mode)
 
+        get_ops(config.ops)  # refuses here, not in a worker, what cannot be imported
+
         ranks = parallel.world_size * parallel.data_parallel_size_local
         cpu_defaults.set_thread_variables(ranks)
         if config.enable_sfa_cp:
@@ -84,6 +87,12 @@ class SfaCpCpuPlatform(CpuPlatform):
         # Upstream switches these off for MLA on CPUs; the sparse backend supports them.
         scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, batched
         cache.enable_prefix_caching = prefix_caching
+        if vllm_config.model_config and vllm_config.model_config.use_mla:  # it has just logged the contrary
+            logger.info(
+                "chunked prefill and prefix caching stay as they were asked for: %s, %s",
+                chunked,
+                prefix_caching,
+            )
         if (
             launcher == "external_launcher"
         ):  # one engine per rank, started by the caller: needs nothing of "mp"
