@@ -40,7 +40,7 @@ def main() -> None:
     run(
         "test tools",
         *(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
-        *("--no-deps", "-r", "requirements/dev.txt"),
+        *("--no-deps", "-r", "requirements/dev.txt", "-r", "requirements/plots.txt"),
     )
     code = ("apply.py", "overlay", "tests", "ci")
     run("ruff", python, "-m", "ruff", "check", *code)

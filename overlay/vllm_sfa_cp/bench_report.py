@@ -62,8 +62,8 @@ def configurations(
 def turns(count: int, repeat: int) -> list[int]:
     """Order in which `count` configurations take their turn in a repeat: each repeat begins one further on and
     every other one runs backwards, so that neither drift nor a fixed neighbour favours anybody."""
-    order = [(repeat + i) % count for i in range(count)]
-    return order[::-1] if repeat % 2 else order
+    step = -1 if repeat % 2 else 1
+    return [(repeat + step * i) % count for i in range(count)]
 
 
 def summarise(

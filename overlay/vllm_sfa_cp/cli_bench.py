@@ -24,19 +24,19 @@ def add_bench_parser(subparsers: Any) -> None:
     ):
         sub = what.add_parser(name, help=text)
         _common(sub)
-        sub.add_argument("--ranks", type=_numbers, default=(2,), metavar="N,..", help="default 2")
+        sub.add_argument("--ranks", type=numbers, default=(2,), metavar="N,..", help="default 2")
         lengths = {"prefill": (1024, 8192), "decode": (2048,), "serve": (256, 1024)}[name]
         default = ",".join(map(str, lengths))
         sub.add_argument(
-            "--prompt", type=_numbers, default=lengths, metavar="S,..", help=f"tokens, default {default}"
+            "--prompt", type=numbers, default=lengths, metavar="S,..", help=f"tokens, default {default}"
         )
         sub.add_argument("--modes", type=_names(MODES), default=("off", "sfa-cp"), metavar="MODE,..")
         sub.add_argument("--weights", type=_names(SOURCES), default=("gather",), metavar="SOURCE,..")
         sub.add_argument("--partition", type=_names(PARTITIONS), default=("balanced",), metavar="KIND,..")
         sub.add_argument("--prefetch-step", type=_natural, default=1, metavar="K")
-        sub.add_argument("--repeats", type=_positive, default=5, help="measured rounds (default 5)")
+        sub.add_argument("--repeats", type=positive, default=5, help="measured rounds (default 5)")
         sub.add_argument("--warmup", type=_natural, default=1, help="rounds before them (default 1)")
-        sub.add_argument("--chunk", type=_positive, metavar="C", help="tokens per step (default: the prompt)")
+        sub.add_argument("--chunk", type=positive, metavar="C", help="tokens per step (default: the prompt)")
         sub.add_argument("--json", metavar="FILE|-", help=_FLOOR)
         sub.add_argument("--resume", action="store_true", help="keep the cells that --json FILE already has")
         sub.add_argument("--limit", type=float, default=3600, metavar="S", help="seconds one run may take")
@@ -46,9 +46,9 @@ def add_bench_parser(subparsers: Any) -> None:
                 "--kernels", action="store_true", help="also CPU seconds of each kernel per rank"
             )
         if name != "prefill":
-            sub.add_argument("--batch", type=_positive, default=8, help="requests in flight (default 8)")
+            sub.add_argument("--batch", type=positive, default=8, help="requests in flight (default 8)")
             sub.add_argument(
-                "--steps", type=_positive, default=8, help="tokens per request and round (default 8)"
+                "--steps", type=positive, default=8, help="tokens per request and round (default 8)"
             )
         if name == "prefill":
             sub.add_argument(
@@ -57,10 +57,10 @@ def add_bench_parser(subparsers: Any) -> None:
             sub.add_argument("--plot", type=Path, metavar="OUT.png", help="speed-up against prompt length")
     sub = what.add_parser("calibrate", help="measure this machine's rates for `plan --device-profile`")
     _common(sub)
-    sub.add_argument("--ranks", type=_numbers, default=(2, 4, 8), metavar="N,..", help="default 2,4,8")
-    sub.add_argument("--prompt", type=_positive, default=4096, metavar="S", help="default 4096")
-    sub.add_argument("--repeats", type=_positive, default=3)
-    sub.add_argument("--processes", type=_positive, help="measure in so many at once (default: the cores)")
+    sub.add_argument("--ranks", type=numbers, default=(2, 4, 8), metavar="N,..", help="default 2,4,8")
+    sub.add_argument("--prompt", type=positive, default=4096, metavar="S", help="default 4096")
+    sub.add_argument("--repeats", type=positive, default=3)
+    sub.add_argument("--processes", type=positive, help="measure in so many at once (default: the cores)")
     sub.add_argument("--limit", type=float, default=3600, metavar="S", help="seconds one engine may take")
     sub.add_argument("--json", metavar="FILE|-", default="-", help="write the profile (default stdout)")
 
@@ -77,15 +77,17 @@ def _natural(text: str) -> int:
     return value
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """argparse type: a number of at least 1."""
     value = _natural(text)
     if value == 0:
         raise argparse.ArgumentTypeError("must be at least 1")
     return value
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_positive(part) for part in text.split(",")))
+def numbers(text: str) -> tuple[int, ...]:
+    """argparse type: positive numbers between commas, each once."""
+    return tuple(dict.fromkeys(positive(part) for part in text.split(",")))
 
 
 def _names(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:

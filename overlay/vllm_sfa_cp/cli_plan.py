@@ -218,11 +218,9 @@ def _columns(header: list[str], rows: list[list[str]]) -> list[str]:
 
 def draw(shape: ModelShape, args: argparse.Namespace, profile: DeviceProfile, out: Path) -> None:
     """Speed-up over plain TP against prompt length, with the ideal line."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError as err:
-        raise UserError("--plot needs matplotlib, which is not installed", "pip install matplotlib") from err
-    matplotlib.use("Agg")
+    from .plots import require_matplotlib, save
+
+    require_matplotlib()
     from matplotlib import pyplot
 
     top = max(args.prompt, 16)
@@ -248,9 +246,4 @@ def draw(shape: ModelShape, args: argparse.Namespace, profile: DeviceProfile, ou
     )
     axes.axhline(1, color="grey", linewidth=0.8)
     axes.legend()
-    try:
-        figure.savefig(out, dpi=150, bbox_inches="tight")
-    except (OSError, ValueError) as err:
-        raise UserError(f"cannot write {out}: {err}", "give a writable path that ends in .png") from err
-    finally:
-        pyplot.close(figure)
+    save(figure, out)

@@ -1,6 +1,6 @@
-"""Plots of benchmark reports. matplotlib is imported when one is drawn, and asked for by name if missing."""
+"""Plots of plans and benchmark reports. matplotlib is imported when one is drawn, and asked for if missing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,21 @@ def require_matplotlib() -> None:
     try:
         import matplotlib
     except ModuleNotFoundError as err:
-        raise UserError("--plot needs matplotlib, which is not installed", "pip install matplotlib") from err
+        hint = "pip install --no-deps -r requirements/plots.txt"
+        raise UserError("plots need matplotlib, which is not installed", hint) from err
     matplotlib.use("Agg")
+
+
+def save(figure: Any, out: Path, note: str = "") -> None:
+    """Write and close a figure; `note` becomes a PNG's comment. UserError: the path cannot be written."""
+    from matplotlib import pyplot
+
+    try:
+        figure.savefig(out, dpi=130, bbox_inches="tight", metadata={"Comment": note} if note else None)
+    except (OSError, ValueError) as err:
+        raise UserError(f"cannot write {out}: {err}", "give a writable path that ends in .png") from err
+    finally:
+        pyplot.close(figure)
 
 
 def draw_speedups(
@@ -24,6 +37,7 @@ def draw_speedups(
     out: Path,
     profile: DeviceProfile | None = None,
     chunk: int | None = None,
+    note: str = "",
 ) -> None:
     """Speed-up over plain TP against prompt length, a panel per number of ranks: wall time (filled), CPU seconds
     of the busiest rank (hollow), the ideal by FLOPs, and with a profile the planner's prediction (dotted).
@@ -64,12 +78,7 @@ def draw_speedups(
     panels[0][0].set_ylabel("speed-up over plain TP")
     panels[0][-1].legend(fontsize=7)
     figure.suptitle(f"{report['model']['name']}, {report['model']['dtype']}")
-    try:
-        figure.savefig(out, dpi=130, bbox_inches="tight")
-    except (OSError, ValueError) as err:
-        raise UserError(f"cannot write {out}: {err}", "give a writable path that ends in .png") from err
-    finally:
-        pyplot.close(figure)
+    save(figure, out, note)
 
 
 def _series(axes: Any, rows: list[dict[str, Any]], configuration: Configuration, color: str) -> None:
@@ -96,9 +105,14 @@ def _short(tokens: int) -> str:
 
 
 def draw_lines(
-    series: dict[str, Iterable[tuple[float, float]]], out: Path, xlabel: str, ylabel: str, title: str = ""
+    series: Mapping[str, Iterable[tuple[float, float]]],
+    out: Path,
+    xlabel: str,
+    ylabel: str,
+    title: str = "",
+    note: str = "",
 ) -> None:
-    """Lines over a doubly logarithmic plane, one per entry."""
+    """Lines over a doubly logarithmic plane, one per entry. UserError as `draw_speedups`."""
     require_matplotlib()
     from matplotlib import pyplot
 
@@ -108,9 +122,32 @@ def draw_lines(
     axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel, title=title)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
-    try:
-        figure.savefig(out, dpi=130, bbox_inches="tight")
-    except (OSError, ValueError) as err:
-        raise UserError(f"cannot write {out}: {err}", "give a writable path that ends in .png") from err
-    finally:
-        pyplot.close(figure)
+    save(figure, out, note)
+
+
+def draw_bars(
+    groups: Mapping[str, Mapping[str, float]],
+    out: Path,
+    ylabel: str,
+    title: str = "",
+    limit: float | None = None,
+    note: str = "",
+) -> None:
+    """{group on the x axis: {bar's label: height}}, with a dashed line at `limit`. UserError as `draw_speedups`."""
+    require_matplotlib()
+    from matplotlib import pyplot
+
+    labels = list(dict.fromkeys(label for bars in groups.values() for label in bars))
+    width = 0.8 / len(labels)
+    figure, axes = pyplot.subplots(figsize=(1.6 + 1.5 * len(groups), 4.2))
+    for i, label in enumerate(labels):
+        here = [(x, bars[label]) for x, bars in enumerate(groups.values()) if label in bars]
+        places = [x + (i - (len(labels) - 1) / 2) * width for x, _ in here]
+        bar = axes.bar(places, [height for _, height in here], width, label=label)
+        axes.bar_label(bar, fmt="%.2f", fontsize=7)
+    if limit is not None:
+        axes.axhline(limit, color="k", linestyle="--", linewidth=0.8, label=f"{limit}")
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set(ylabel=ylabel, title=title)
+    axes.legend(fontsize=8)
+    save(figure, out, note)

@@ -72,14 +72,17 @@ def model_of(label: str) -> Any:
 
 
 def prefill(label: str, prompt: list[int], kernels: bool = False, trim: bool = False) -> Sample:
-    """Time to the first token of one prompt. See `measure`."""
+    """Time to the first token of one prompt, and that `token`. See `measure`."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     llm = engine(label)
-    return measure(
-        lambda: llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False), kernels, trim
-    )
+    outputs: list[Any] = []
+
+    def run() -> None:
+        outputs.extend(llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False))
+
+    return measure(run, kernels, trim) | {"token": outputs[0].outputs[0].token_ids[0]}
 
 
 def decode_start(label: str, prompts: list[list[int]], max_tokens: int) -> int:
@@ -241,6 +244,8 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
-def threads() -> int:
-    """Threads that this rank computes with."""
+def threads(count: int | None = None) -> int:
+    """Threads that this rank computes with, from now on `count` of them if given."""
+    if count is not None:
+        torch.set_num_threads(count)
     return torch.get_num_threads()

@@ -363,7 +363,7 @@ def test_plot_without_matplotlib_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match="matplotlib") as caught:
         run("--model", "dsv32-128k/64", "--tp", "4", "--prompt", "64", "--plot", str(tmp_path / "x.png"))
-    assert caught.value.hint == "pip install matplotlib"
+    assert caught.value.hint == "pip install --no-deps -r requirements/plots.txt"
 
 
 def test_plot_is_written(tmp_path, capsys):
