@@ -133,11 +133,15 @@ def serve(model: str, prompts: Prompts, **kwargs: Any) -> dict[str, Any]:
 
 def memory(model: str, kinds: list[Kind], prompts: Prompts, **kwargs: Any) -> dict[str, int]:
     """Bytes of the tensors of these kinds: at most while starting, and kept after a request."""
+    from vllm_sfa_cp.weights.resident import resident
+
     with Living(kinds) as living, engine(model, **kwargs) as llm:
         peak = living.peak
         tokens(llm, prompts)
         shared = model_of(llm).model.shared
+        found = resident(model_of(llm), kwargs["tensor_parallel_size"])
         return {
+            "logged": sum(found[name][0] for name in ("q_b_proj", "o_proj", "windows")),
             "peak": peak,
             "kept": living.bytes,
             "reported": sum(series.resident_bytes() for series in shared.series.values()),

@@ -5,6 +5,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_sfa_cp import config as sfa_config
 from vllm_sfa_cp.model import SfaDeepseekV32ForCausalLM
 from vllm_sfa_cp.weights.link import create_weight_group
+from vllm_sfa_cp.weights.resident import log_resident
 
 
 class SfaCpuWorker(CPUWorker):
@@ -20,6 +21,11 @@ class SfaCpuWorker(CPUWorker):
         super().init_device()
         if config.enable_sfa_cp and config.weights != "replicate":
             create_weight_group()
+
+    def load_model(self, *args, **kwargs) -> None:
+        """See upstream; logs what this rank keeps."""
+        super().load_model(*args, **kwargs)
+        log_resident(self.model_runner.get_model())
 
     def sleep(self, level: int = 1) -> None:
         """See upstream. What the windows hold does not outlive the weights it was fetched from."""

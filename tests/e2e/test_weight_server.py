@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import os
+import re
 import signal
 
 import pytest
@@ -21,6 +22,7 @@ ARGS = [
         '{"enable_sfa_cp": true, "sfa_cp": {"weights": "broadcast", "prefetch_step": 1}}',
     ),
 ]
+RESIDENT = re.compile(r"(\w[\w ]*) ([\d.]+) \(([\d.]+)\)")
 
 
 def counters(server):
@@ -51,7 +53,18 @@ def test_counters_grow_and_a_killed_owner_ends_the_server(tmp_path):
         size = 4 * SHAPES["base"]["hidden_size"] * 8 * SHAPES["base"]["v_head_dim"]
         grown = after["bytes_total", "1"]["o_proj"] - before["bytes_total", "1"]["o_proj"]
         assert grown == steps * 2 * size
-        assert "shared weights (broadcast, 2 windows per series): resident per rank" in server.log.read_text()
+        [line] = {
+            log.partition("] ")[2]
+            for log in server.log.read_text().splitlines()
+            if "resident per rank" in log
+        }
+        figures = {name: (float(a), float(b)) for name, a, b in RESIDENT.findall(line)}
+        # Owned by two ranks in turn, each keeps half of the layers whole: plain TP's bytes, and the windows more.
+        for name in ("q_b_proj", "o_proj", "other attention", "MLP and experts", "embeddings and head"):
+            assert figures[name][0] == figures[name][1] > 0
+        assert figures["kv_b_proj"][0] == pytest.approx(2 * figures["kv_b_proj"][1], abs=0.1)
+        windows = 2 * (figures["q_b_proj"][0] + figures["o_proj"][0]) / 2
+        assert figures["windows"] == (pytest.approx(windows, abs=0.1), 0)
 
         # Both ranks own layers; the first owns the first. The other is waiting for it when it is killed.
         ranks = {command_of(pid): pid for pid in group_members(server.pid)}

@@ -12,6 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environmen
 
 from vllm_sfa_cp import config as sfa_config
 from vllm_sfa_cp.weights.link import create_weight_group
+from vllm_sfa_cp.weights.resident import log_resident
 
 
 class AscendModelRunner(GPUModelRunner):
@@ -55,3 +56,8 @@ class SfaAscendWorker(Worker):
         self.model_runner.cascade_attn_enabled = False
         if config.enable_sfa_cp and config.weights != "replicate":
             create_weight_group()
+
+    def load_model(self, *args, **kwargs) -> None:
+        """See upstream; logs what this rank keeps."""
+        super().load_model(*args, **kwargs)
+        log_resident(self.model_runner.get_model())

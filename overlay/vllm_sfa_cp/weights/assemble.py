@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from vllm_sfa_cp.config import SfaCpConfig
 from vllm_sfa_cp.layers.mla import CpMLAAttention
@@ -14,9 +13,7 @@ from vllm_sfa_cp.weights.link import Link, weight_link
 from vllm_sfa_cp.weights.metrics import Counters
 from vllm_sfa_cp.weights.series import Schedule
 from vllm_sfa_cp.weights.shared import Series, SharedWeights
-from vllm_sfa_cp.weights.travel import Tensors, UnknownMethodError, check_method, nbytes, tensors_of
-
-logger = init_logger("vllm.sfa_cp")
+from vllm_sfa_cp.weights.travel import Tensors, UnknownMethodError, check_method, tensors_of
 
 
 class Assembly:
@@ -72,7 +69,6 @@ class Assembly:
             return SharedWeights()
         link = weight_link()
         series = {name: self._series(name, link) for name in self.names}
-        self._report(series)
         return SharedWeights(series, self.modules, self.kv_b)
 
     def _own(self, name: str) -> dict[int, Tensors | None]:
@@ -114,20 +110,6 @@ class Assembly:
             if self.config.weights == "gather" and name != "kv_b_proj":
                 put_back(getattr(self.attentions[layer], name), own[layer])
         return Series(name, self.schedule, source, own, windows, Counters(name, str(link.group.rank)))
-
-    def _report(self, series: dict[str, Series]) -> None:
-        """One line at start-up: resident bytes of the shared projections, plain TP's beside them."""
-        mib = 1 / (1 << 20)
-        parts = ", ".join(f"{s.name} {s.resident_bytes() * mib:.1f} MiB" for s in series.values())
-        size = weight_link().size
-        plain = sum(nbytes(s.windows[0]) for s in series.values()) * self.schedule.num_layers / size
-        logger.info(
-            "shared weights (%s, %d windows per series): resident per rank %s; plain TP %.1f MiB",
-            self.config.weights,
-            self.schedule.num_windows,
-            parts,
-            plain * mib,
-        )
 
 
 def put_back(linear: nn.Module, tensors: Tensors | None) -> None:
