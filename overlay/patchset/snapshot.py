@@ -13,7 +13,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from . import git
+from . import git, index
 from .source import MAX_MEMBERS, MAX_UNPACKED, cache_dir
 from .ui import say
 
@@ -106,9 +106,8 @@ def _packages(project: str) -> list:
         import requests
     except ImportError as problem:
         raise Unavailable(f"downloading needs {problem.name} (pip install pypi-simple)") from problem
-    index = os.environ.get("PIP_INDEX_URL") or pypi_simple.PYPI_SIMPLE_ENDPOINT
     try:
-        with pypi_simple.PyPISimple(index) as client:
+        with index.client() as client:
             return client.get_project_page(project, timeout=30).packages
     except (requests.RequestException, pypi_simple.NoSuchProjectError) as problem:
         raise Unavailable(f"the package index cannot be read: {type(problem).__name__}") from problem
@@ -127,7 +126,7 @@ def _sdist(version: str, project: str, _: str, keep: Callable[[Path], None]) -> 
     import pypi_simple
     import requests
 
-    with tempfile.TemporaryDirectory(prefix="sfa-cp-") as scratch, pypi_simple.PyPISimple() as client:
+    with tempfile.TemporaryDirectory(prefix="sfa-cp-") as scratch, index.client() as client:
         path = Path(scratch) / found[0].filename
         try:
             client.download_package(found[0], path, verify=True, timeout=60)

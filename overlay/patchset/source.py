@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from . import git, lock
+from . import git, index, lock
 from . import manifest as manifests
 from .errors import Exit, PatchsetError
 from .pin import Pin
@@ -159,9 +159,8 @@ def _download(pin: Pin) -> Path:
         ) from problem
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    index = os.environ.get("PIP_INDEX_URL") or pypi_simple.PYPI_SIMPLE_ENDPOINT
     try:
-        with pypi_simple.PyPISimple(index) as client:
+        with index.client() as client:
             page = client.get_project_page(pin.project, timeout=30)
             found = [p for p in page.packages if p.filename == pin.sdist]
             if not found:
@@ -194,9 +193,7 @@ def index_digest(pin: Pin) -> str:
     import requests
 
     try:
-        with pypi_simple.PyPISimple(
-            os.environ.get("PIP_INDEX_URL") or pypi_simple.PYPI_SIMPLE_ENDPOINT
-        ) as client:
+        with index.client() as client:
             packages = client.get_project_page(pin.project, timeout=30).packages
     except (requests.RequestException, pypi_simple.NoSuchProjectError) as problem:
         raise PatchsetError(
