@@ -47,6 +47,7 @@ def main() -> None:
     run("format", python, "-m", "ruff", "format", "--check", *code)
     run("mypy", python, "-m", "mypy")
     run("patches", python, "apply.py", "--lint")
+    run("performance document", python, "ci/performance_doc.py", "--check")
     run("tests without an engine", python, "-m", "pytest", "-q", "-n", "2", "-m", "not engine", "tests")
     if not args.fast:
         run(

@@ -129,7 +129,6 @@ def draw_bars(
     groups: Mapping[str, Mapping[str, float]],
     out: Path,
     ylabel: str,
-    title: str = "",
     limit: float | None = None,
     note: str = "",
 ) -> None:
@@ -148,6 +147,6 @@ def draw_bars(
     if limit is not None:
         axes.axhline(limit, color="k", linestyle="--", linewidth=0.8, label=f"{limit}")
     axes.set_xticks(range(len(groups)), list(groups))
-    axes.set(ylabel=ylabel, title=title)
-    axes.legend(fontsize=8)
+    axes.set_ylabel(ylabel)
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(labels) + 1)
     save(figure, out, note)

@@ -1,0 +1,230 @@
+"""The measurements behind docs/performance.md, the commands that make them, and what was promised of them."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "overlay"))
+
+from vllm_sfa_cp.bench_report import Configuration, configuration_of, speedups
+from vllm_sfa_cp.errors import UserError
+from vllm_sfa_cp.planner import BUILT_IN, DeviceProfile, ModelShape
+
+MODEL = "dsv32-128k/64"
+DEFAULT = Configuration("sfa-cp", "gather", "balanced")
+Report = dict[str, Any]
+Run = dict[str, Any]
+
+_BENCH = f"vllm-sfa-cp bench {{}} --model {MODEL} --ranks {{}}"
+#: Report -> the command that makes it, without --json.
+COMMANDS = {
+    "prefill": _BENCH.format("prefill", "2,4,8 --prompt 1024,2048,4096,8192 --modes off,flashcomm1,sfa-cp")
+    + " --weights replicate,broadcast,gather",
+    "balance": _BENCH.format("prefill", "4,8 --prompt 8192 --partition contiguous,balanced --kernels"),
+    "memory": _BENCH.format("prefill", "8 --prompt 4096,8192,16384 --modes sfa-cp --repeats 2"),
+    "decode": _BENCH.format("decode", "2,4,8 --prompt 2048"),
+    "profile": f"vllm-sfa-cp bench calibrate --model {MODEL} --ranks 2,4,8",
+    "hf": "python ci/bench_hf.py --hf-python build/golden/bin/python",
+    "serve": _BENCH.format("serve", "2 --prompt 256,1024"),
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A promise, what was measured, and whether it holds (None: not measured)."""
+
+    text: str
+    measured: str = ""
+    holds: bool | None = None
+
+    def cells(self) -> list[str]:
+        return [
+            self.text,
+            self.measured or "-",
+            {True: "yes", False: "**no**", None: "not measured"}[self.holds],
+        ]
+
+
+class Reports:
+    """The reports of `folder` that are there. UserError: a file cannot be read, or is of no named shape."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.found: dict[str, Report] = {}
+        for name in COMMANDS:
+            path = folder / f"{name}.json"
+            if not path.exists():
+                continue
+            try:
+                self.found[name] = json.loads(path.read_text())
+            except (OSError, ValueError) as err:
+                raise UserError(f"cannot read {path}: {err}", "measure it again") from err
+        given = self.found.get("profile")
+        self.profile = DeviceProfile.from_dict(given, "profile.json") if given else None
+
+    @property
+    def missing(self) -> list[str]:
+        return [name for name in COMMANDS if name not in self.found]
+
+    def runs(self, *names: str) -> list[Run]:
+        return [run for name in names for run in self.found.get(name, {}).get("runs", [])]
+
+    def shape(self, name: str) -> ModelShape:
+        model = self.found[name]["model"]
+        if model["name"] not in BUILT_IN:
+            raise UserError(f"{name}.json is of {model['name']!r}", f"measure one of {', '.join(BUILT_IN)}")
+        return replace(
+            ModelShape.built_in(model["name"]), dtype_bytes=4 if model["dtype"] == "float32" else 2
+        )
+
+    def speedups(self, name: str) -> list[Run]:
+        """Against `off` of the same cell, with today's planner."""
+        report = self.found.get(name)
+        if report is None:
+            return []
+        options = report["options"]
+        return speedups(
+            report["runs"], self.shape(name), self.profile, options["chunk"], options["prefetch_step"]
+        )
+
+
+def bars(reports: Reports) -> list[Bar]:
+    """Every promise about speed, balance, waiting and memory."""
+    return [
+        *_gain_bars(reports),
+        _planner_bar(reports),
+        _balance_bar(reports),
+        *_transformers_bars(reports),
+        _wait_bar(reports),
+        _decode_bar(reports),
+        _memory_bar(reports),
+    ]
+
+
+def _gain_bars(reports: Reports) -> Iterator[Bar]:
+    rows = {
+        (r["ranks"], r["prompt"]): r for r in reports.speedups("prefill") if configuration_of(r) == DEFAULT
+    }
+    for ranks, least in ((8, 3.36), (4, 2.1)):
+        for key, name in (("wall", "wall"), ("cpu", "CPU of the busiest rank")):
+            text = f"prefill of 8,192 tokens on {ranks} ranks: at least {least} x plain TP, {name}"
+            value = rows.get((ranks, 8192), {}).get(key)
+            yield Bar(text) if value is None else Bar(text, f"{value:.2f} x", value >= least)
+
+
+def _planner_bar(reports: Reports) -> Bar:
+    text = "planner's speed-up within 10 % of the measured one (wall) for every number of ranks and prompt"
+    rows = [r for r in reports.speedups("prefill") if configuration_of(r) == DEFAULT and "predicted" in r]
+    return _worst(text, rows, lambda r: abs(r["predicted"] / r["wall"] - 1), 0.10, percent)
+
+
+def _balance_bar(reports: Reports) -> Bar:
+    text = "indexer's CPU seconds, busiest rank over mean: at most 1.1 with `balanced`"
+    found = {kind: list(balance(reports, kind)) for kind in ("balanced", "contiguous")}
+    bar = _worst(text, found["balanced"], lambda r: r["imbalance"], 1.1, "{:.3f}".format)
+    if bar.holds is None or not found["contiguous"]:
+        return bar
+    beside = max(run["imbalance"] for run in found["contiguous"])
+    return replace(bar, measured=f"{bar.measured}; `contiguous`: {beside:.3f}")
+
+
+def _transformers_bars(reports: Reports) -> Iterator[Bar]:
+    rows = {row["prompt"]: row for row in reports.found.get("hf", {}).get("speedup", [])}
+    first, second = (rows.get(length, {}).get("wall") for length in (4096, 8192))
+    text = "one rank at 4,096 tokens: at least 3 x transformers, wall"
+    yield Bar(text) if first is None else Bar(text, f"{first:.2f} x", first >= 3)
+    text = "at 8,192 tokens: more than at 4,096"
+    if first is not None and second is not None:
+        yield Bar(text, f"{second:.2f} x", second > first)
+    else:
+        why = [r["reason"] for r in reports.runs("hf") if r["prompt"] == 8192 and r.get("reason")]
+        yield Bar(text, f"transformers: {why[0]}" if why else "")
+
+
+def _wait_bar(reports: Reports) -> Bar:
+    text = "waiting for shared weights: at most 2 % of the time from 4,096 tokens on"
+    rows = [
+        r for r in reports.runs("prefill") if r["weights"] in ("gather", "broadcast") and r["prompt"] >= 4096
+    ]
+    return _worst(text, rows, lambda r: r["weight_wait_s"] / r["wall_s"], 0.02, percent)
+
+
+def _decode_bar(reports: Reports) -> Bar:
+    text = "decode step: at most 1.05 x plain TP's, wall"
+    rows = [r for r in reports.speedups("decode") if r["weights"] == "gather"]
+    return _worst(text, rows, lambda r: 1 / r["wall"], 1.05, "{:.3f} x".format)
+
+
+def _memory_bar(reports: Reports) -> Bar:
+    text = "memory of a step linear in its tokens: from 4,096 on at most 2.2 x for twice the tokens"
+    rows = [pair for pair in doublings(reports) if pair["mode"] == "sfa-cp" and pair["prompt"] >= 4096]
+    return _worst(text, rows, lambda r: r["growth"], 2.2, "{:.2f} x".format)
+
+
+def _worst(
+    text: str, rows: Sequence[Run], value: Callable[[Run], float], most: float, show: Callable[[float], str]
+) -> Bar:
+    """The row with the largest value stands for all."""
+    if not rows:
+        return Bar(text)
+    worst = max(rows, key=value)
+    return Bar(text, f"{show(value(worst))} ({_place(worst)})", value(worst) <= most)
+
+
+def balance(reports: Reports, partition: str) -> Iterator[Run]:
+    """SFA-CP runs of a partition whose kernels were timed, with the indexer's seconds and `imbalance`."""
+    for run in reports.runs("balance", "prefill"):
+        kernel = run.get("kernels", {}).get("indexer_topk")
+        if kernel and run["mode"] == "sfa-cp" and run["partition"] == partition:
+            yield {**run, **kernel, "imbalance": kernel["max_over_mean"]}
+
+
+def doublings(reports: Reports) -> Iterator[Run]:
+    """Pairs of prompts, the second twice the first, of one configuration in one report."""
+    for name in ("memory", "prefill"):
+        runs = {(configuration_of(r), r["ranks"], r["prompt"]): r for r in reports.runs(name)}
+        for (configuration, ranks, prompt), run in runs.items():
+            other = runs.get((configuration, ranks, 2 * prompt))
+            if other and run["peak_bytes"]:
+                growth = other["peak_bytes"] / run["peak_bytes"]
+                yield {**run, "twice_bytes": other["peak_bytes"], "growth": growth}
+
+
+def _place(run: Run) -> str:
+    label = configuration_of(run)
+    name = "" if label == DEFAULT else f"{label.label}, "
+    return f"{name}{run['ranks']} ranks, {run['prompt']:,} tokens"
+
+
+def percent(value: float) -> str:
+    """0.123 as 12.3 %."""
+    return f"{value * 100:.1f} %"
+
+
+def command(name: str, report: Report | None) -> str:
+    """The command that made a report, as far as it says; else the usual one."""
+    out = f" --json docs/performance/{name}.json"
+    if report is None or "runs" not in report:
+        return COMMANDS[name] + out
+    runs, model = report["runs"], report["model"]
+    distinct = {
+        key: ",".join(str(v) for v in dict.fromkeys(r[key] for r in runs) if v is not None)
+        for key in ("ranks", "prompt", "mode", "weights", "partition")
+        if all(key in r for r in runs)
+    }
+    if name == "hf":
+        repeats = max(r.get("repeats", 0) for r in runs)
+        words = f"{COMMANDS[name]} --model {model['name']} --prompt {distinct['prompt']} --repeats {repeats}"
+        return words + f" --threads {report['machine']['threads_per_rank']}" + out
+    flags = {"mode": "modes"}
+    words = f"vllm-sfa-cp bench {report['what']} --model {model['name']}"
+    words += "".join(f" --{flags.get(key, key)} {value}" for key, value in distinct.items() if value)
+    options = {"dtype": model["dtype"], **report["options"]}
+    usual = {"dtype": "float32", "chunk": None, "prefetch_step": 1, "repeats": 5, "batch": 8, "steps": 8}
+    for key, value in usual.items():
+        if options.get(key, value) != value:
+            words += f" --{key.replace('_', '-')} {options[key]}"
+    return words + (" --kernels" if any("kernels" in r for r in runs) else "") + out
