@@ -261,8 +261,8 @@ def _transformers(reports: Reports) -> list[str]:
         "## Against Hugging Face transformers",
         "",
         "Prefill in one process each, float32, the same cores, weights and prompts, in turn: this engine at one rank",
-        f"(mode `off`); transformers {about['transformers']} with its default attention ({about['attention']}), cache on,",
-        "logits of the last position. Peak is memory beyond weights.",
+        f"(mode `off`); transformers {about['transformers']} with its default attention ({about['attention']}),",
+        "cache on, logits of the last position. Peak is memory beyond weights.",
         "",
         *_table([*header, "peak MB, ours", "peak MB, transformers", "same first token"], rows),
     ]
