@@ -226,8 +226,8 @@ def _measure(
 def engine_limits(plan: Plan, configuration: Configuration, longest: int) -> dict[str, Any]:
     """Arguments of the engine: room for the longest prompt and no more, one step per prompt unless chunked."""
     decode = plan.what == "decode"
-    produced = (plan.warmup + plan.repeats) * plan.steps + 2 if decode else 1
-    width, requests = longest + produced, plan.batch if decode else 1
+    requests = plan.batch if decode else 1
+    width = max(length + decode_tokens(plan, length) for length in plan.prompts) if decode else longest + 1
     section: dict[str, Any] = {"prefetch_step": plan.prefetch_step}
     if not decode:
         section["cp_min_tokens"] = 0  # what is measured is the mode that was asked for, at every length
@@ -239,6 +239,14 @@ def engine_limits(plan: Plan, configuration: Configuration, longest: int) -> dic
         "max_num_batched_tokens": max(plan.chunk or longest, requests, 4),
         "num_gpu_blocks_override": requests * (-(-width // 16) + 1) + 4,
     }
+
+
+def decode_tokens(plan: Plan, length: int) -> int:
+    """Tokens of each request of a batch, so that all are in flight in every measured step: the first request is
+    given one in each step that prefills the last ones, and so takes up to `batch` of a step's tokens."""
+    budget = max(plan.chunk or length, plan.batch, 4)
+    begin = -(-plan.batch * length // max(1, budget - plan.batch)) + 1
+    return begin + (plan.warmup + plan.repeats) * plan.steps + 1
 
 
 def _prefill_cell(
@@ -270,7 +278,7 @@ def _decode_cell(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     prompts = [prompt(shape.vocab_size, length, plan.seed + 1000 * length + i) for i in range(plan.batch)]
-    tokens = (plan.warmup + plan.repeats) * plan.steps + 2
+    tokens = decode_tokens(plan, length)
     for configuration in plan.configurations:
         progress.begin(f"{ranks} ranks, {configuration.label}: prefill of {plan.batch} x {length}")
         call("decode_start", label=configuration.label, prompts=prompts, max_tokens=tokens)

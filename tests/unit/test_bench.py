@@ -187,10 +187,28 @@ def test_engines_get_room_for_the_longest_prompt_and_no_more():
     assert (limits["max_model_len"], limits["max_num_batched_tokens"]) == (1025, 512)
     assert limits["additional_config"]["sfa_cp"]["cp_min_tokens"] == 0
     assert bench.engine_limits(plan(), OFF, 1024)["max_num_batched_tokens"] == 1024
-    decode = bench.engine_limits(plan(what="decode", repeats=2, warmup=1, steps=4, batch=3), GATHER, 100)
-    assert decode["max_model_len"] == 100 + 3 * 4 + 2
+    given = plan(what="decode", prompts=(40, 100), repeats=2, warmup=1, steps=4, batch=3)
+    decode = bench.engine_limits(given, GATHER, 100)
+    assert decode["max_model_len"] == 100 + bench.decode_tokens(given, 100)
     assert "cp_min_tokens" not in decode["additional_config"]["sfa_cp"]  # decode runs as a server would
     assert decode["num_gpu_blocks_override"] * 16 >= 3 * decode["max_model_len"]
+
+
+@pytest.mark.parametrize("chunk", [None, 8, 16, 4096])
+@pytest.mark.parametrize(("batch", "length"), [(1, 64), (2, 64), (8, 2048), (8, 9), (8, 8), (8, 3)])
+def test_the_first_request_of_a_batch_lasts_as_long_as_the_last(batch, length, chunk):
+    """Against the scheduler's rule: running requests first, one token each, then prefill with what is left."""
+    given = plan(what="decode", batch=batch, chunk=chunk, repeats=2, warmup=1, steps=4)
+    budget = max(chunk or length, batch, 4)
+    computed, produced = [0] * batch, [0] * batch
+    while 0 in produced:
+        left = budget
+        for i in range(batch):
+            tokens = min(left, 1 if produced[i] else length - computed[i])
+            computed[i] += tokens
+            left -= tokens
+            produced[i] += computed[i] >= length and tokens > 0
+    assert bench.decode_tokens(given, length) > produced[0] + 3 * 4
 
 
 def test_prompts_are_fresh_and_repeatable():
