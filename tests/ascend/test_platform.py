@@ -16,14 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def settings(**changes: Any) -> Any:
-    values = {"dtype": torch.bfloat16, "data_parallel_size": 1, "additional_config": {}, **changes}
+    values = {
+        "dtype": torch.bfloat16,
+        "data_parallel_size": 1,
+        "additional_config": {},
+        "kv": None,
+        **changes,
+    }
     return SimpleNamespace(
         additional_config=values["additional_config"],
         model_config=SimpleNamespace(dtype=values["dtype"]),
         cache_config=SimpleNamespace(block_size=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2049),
         compilation_config=SimpleNamespace(),
-        kv_transfer_config=None,
+        kv_transfer_config=values["kv"],
         parallel_config=SimpleNamespace(
             data_parallel_size=values["data_parallel_size"], tensor_parallel_size=4, worker_cls="auto"
         ),
@@ -49,7 +55,11 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"dtype": torch.float32}, "bfloat16"), ({"data_parallel_size": 2}, "vllm-ascend")],
+    [
+        ({"dtype": torch.float32}, "bfloat16"),
+        ({"data_parallel_size": 2}, "vllm-ascend"),
+        ({"kv": object()}, "tear them apart"),
+    ],
 )
 def test_refuses_what_it_does_not_support(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -138,6 +138,12 @@ class SfaCpAscendPlatform(Platform):
                 "the overlay's Ascend platform has no exchange of MoE tokens between data-parallel replicas; "
                 "install vllm-ascend, or use --tensor-parallel-size alone"
             )
+        if vllm_config.kv_transfer_config is not None:
+            raise ValueError(
+                "the overlay's Ascend platform keeps the latents and the rotated keys of a layer as two planes of "
+                "one cache, and a KV connector, which moves whole blocks, would tear them apart; install vllm-ascend "
+                "for disaggregated prefill, or leave --kv-transfer-config out"
+            )
         cache, compilation = vllm_config.cache_config, vllm_config.compilation_config
         if cache and not cache.block_size:
             cache.block_size = BLOCK_SIZE
