@@ -169,4 +169,4 @@ class SfaImpl(MLACommonBaseImpl[SfaMetadata]):
         q_nope, q_pe = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         q_latent = torch.bmm(q_nope.transpose(0, 1), held.uk_t).transpose(0, 1)
         latent = self.ops.sparse_mla(q_latent, q_pe, kv_cache, indices, segments, self.scale)
-        return torch.bmm(latent.transpose(0, 1), held.uv).transpose(0, 1).flatten(1)
+        return self.ops.value_up(latent, held.uv)

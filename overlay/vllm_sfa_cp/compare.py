@@ -95,8 +95,7 @@ def run_compare(args: argparse.Namespace) -> int:
     with checkpoint(args.model, args.dtype) as (folder, shape):
         prompts = _prompts(args, folder, shape)
         folders = folder, args.model_b or folder
-        with Progress(2) as progress:
-            runs = [_answer(args, side, model, prompts, progress) for side, model in zip(sides, folders)]
+        runs = _answers(args, sides, folders, prompts)
     report = {
         "a": args.a,
         "b": args.b,
@@ -207,35 +206,44 @@ def read_prompts(path: Path, folder: str, vocab: int) -> list[list[int]]:
     return prompts
 
 
-def _answer(
-    args: argparse.Namespace, side: Side, model: str, prompts: Sequence[Sequence[int]], progress: Progress
-) -> "list[Answer]":
+def _answers(
+    args: argparse.Namespace, sides: Sequence[Side], models: Sequence[str], prompts: Sequence[Sequence[int]]
+) -> "list[list[Answer]]":
+    """Per side and prompt, what its first rank says. UserError: an engine failed."""
     from .launch import RankError, RankPool
 
     longest = max(map(len, prompts))
-    progress.begin(f"{side.text}: importing vLLM, then {len(prompts)} prompts")
-    kwargs = {
-        "model": model,
+    common = {
         "prompts": prompts,
         "max_tokens": args.max_tokens,
         "layers": args.layers,
         "dtype": args.dtype,
-        "tensor_parallel_size": side.ranks,
-        "additional_config": side.additional_config,
         "max_model_len": longest + args.max_tokens,
         "max_num_batched_tokens": max(longest, 4),
         "max_num_seqs": 4,
         "block_size": 16,
         "num_gpu_blocks_override": -(-(longest + args.max_tokens) // 16) + 8,
     }
+    found = []
     logs = tempfile.TemporaryDirectory(prefix="sfa-cp-compare-")
-    with logs as folder, RankPool(side.ranks, folder, args.limit) as pool:
-        try:
-            found = pool.run(side.ranks, "vllm_sfa_cp.rank_compare:answers", kwargs, ENGINE_ENV)
-        except RankError as err:
-            raise UserError(f"{side.text}: {str(err).strip().splitlines()[-1]}", str(err)) from err
-    progress.done(1, side.text)
-    return found[0]
+    ranks = max(side.ranks for side in sides)
+    with Progress(2) as progress, logs as folder, RankPool(ranks, folder, args.limit) as pool:
+        for side, model in zip(sides, models):
+            progress.begin(f"{side.text}: {len(prompts)} prompts")
+            own = {
+                "model": model,
+                "tensor_parallel_size": side.ranks,
+                "additional_config": side.additional_config,
+            }
+            try:
+                answers = pool.run(
+                    side.ranks, "vllm_sfa_cp.rank_compare:answers", {**common, **own}, ENGINE_ENV
+                )
+            except RankError as err:
+                raise UserError(f"{side.text}: {str(err).strip().splitlines()[-1]}", str(err)) from err
+            found.append(answers[0])
+            progress.done(1, side.text)
+    return found
 
 
 def table(report: dict[str, Any]) -> str:

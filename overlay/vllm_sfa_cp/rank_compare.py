@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .launch import engine
-from .layers.step import Step
+
+if TYPE_CHECKING:  # whoever reads an answer need not have vLLM imported, which writes to stdout
+    from .layers.step import Step
 
 
 @dataclass
@@ -49,7 +51,7 @@ def _layers(inner: Any, tokens: int, wanted: bool) -> Iterator[list[torch.Tensor
     streams: list[torch.Tensor] = []
     blocks = list(inner.layers[inner.start_layer : inner.end_layer])
 
-    def keep(hidden_states: torch.Tensor, residual: torch.Tensor, step: Step | None) -> None:
+    def keep(hidden_states: torch.Tensor, residual: torch.Tensor, step: "Step | None") -> None:
         if len(streams) < len(blocks):
             stream = hidden_states + residual
             streams.append((step.unshard(stream) if step else stream)[:tokens].float())
@@ -57,7 +59,7 @@ def _layers(inner: Any, tokens: int, wanted: bool) -> Iterator[list[torch.Tensor
     def rows(block: Any) -> Any:
         original = type(block).forward_rows
 
-        def forward_rows(step: Step, *args: Any, **kwargs: Any) -> Any:
+        def forward_rows(step: "Step", *args: Any, **kwargs: Any) -> Any:
             out = original(block, step, *args, **kwargs)
             keep(out[0], out[1], step)
             return out

@@ -97,8 +97,7 @@ def test_nan_is_an_error_and_not_a_number():
 
 def run_with(monkeypatch, capsys, sides, *more):
     """Exit code, stdout and stderr of the verb over answers that are given."""
-    left = iter(sides)
-    monkeypatch.setattr(compare, "_answer", lambda *_: next(left))
+    monkeypatch.setattr(compare, "_answers", lambda *_: sides)
     monkeypatch.setattr(compare, "_prompts", lambda *_: [[1, 2, 3, 4, 5]])
     code = main(["compare", "sfa-cp@2", "off@1", "--model", str(GOLDEN), *more])
     out = capsys.readouterr()

@@ -167,10 +167,8 @@ class AscendOps:
         return rotated.squeeze(2)
 
     def value_up(self, x: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-        """x [T, H, D] times w_uv [H, D, V] per head -> [T, H * V].
-
-        A plain batched product where H * D reaches 65536, which the fused one refuses: DeepSeek-V3.2's
-        128 heads * 512 is exactly that."""
+        """As the interface says. A plain batched product where H * D reaches 65536, which the fused one refuses:
+        DeepSeek-V3.2's 128 heads * 512 is exactly that."""
         rows, heads, width = x.shape
         if rows == 0 or heads * width >= _DIMENSION_LIMIT:
             return torch.bmm(x.transpose(0, 1), w_uv).transpose(0, 1).reshape(rows, heads * w_uv.shape[2])

@@ -74,3 +74,6 @@ class SparseOps(Protocol):
         """Softmax attention over the selected keys in latent space. q_latent [T, H, D] (W_UK absorbed),
         q_pe [T, H, R] rotated, indices [T, K] from `indexer_topk`. Returns [T, H, D] in q_latent's dtype; rows
         whose indices are all -1 return zeros."""
+
+    def value_up(self, x: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+        """Attended latents to values: x [T, H, D] times w_uv [H, D, V] per head -> [T, H * V]."""

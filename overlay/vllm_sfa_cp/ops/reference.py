@@ -86,6 +86,9 @@ class ReferenceOps:
                 out[group] = scorer.select(group, chosen)
         return out
 
+    def value_up(self, x: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x.transpose(0, 1), w_uv).transpose(0, 1).flatten(1)
+
     def sparse_mla(
         self,
         q_latent: torch.Tensor,
