@@ -122,7 +122,9 @@ def foreign(target: Target, found: Inspection) -> PatchsetError:
         return PatchsetError(
             Exit.TARGET,
             f"{root} has CRLF line ends in {len(found.differing)} files ({found.first_differing})",
-            "check the tree out again with: git -c core.autocrlf=false",
+            again
+            if target.kind == "installed"
+            else "check the tree out again with: git -c core.autocrlf=false",
             problems(found),
         )
     edited = "the patched vLLM" if found.recorded else "vLLM"

@@ -1,8 +1,10 @@
 """One way to run git: found late, under a scrubbed environment, with the user's habits switched off."""
 
+import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,19 +85,24 @@ def run(
         command += ["-c", f"{key}={value}"]
     for trusted in _trusted():
         command += ["-c", f"safe.directory={trusted}"]
-    try:
-        done = subprocess.run(
-            [*command, *args],
-            input=data,
-            capture_output=True,
-            env=environment(user_config, extra),
-            timeout=timeout,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise GitError(f"git {args[0]} took longer than {timeout:g} s") from None
-    if done.returncode:
-        said = done.stderr.decode("utf-8", "replace").strip()
+    with subprocess.Popen(
+        [*command, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(user_config, extra),
+        start_new_session=True,
+    ) as child:
+        try:
+            out, err = child.communicate(data, timeout)
+        except BaseException as problem:
+            with contextlib.suppress(ProcessLookupError):  # git's helpers too: they would go on connecting
+                os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(problem, subprocess.TimeoutExpired):
+                raise GitError(f"git {args[0]} took longer than {timeout:g} s") from None
+            raise
+    if child.returncode:
+        said = err.decode("utf-8", "replace").strip()
         if "dubious ownership" in said and tree is not None:
             owner = tree.stat().st_uid
             raise PatchsetError(
@@ -104,7 +111,7 @@ def run(
                 f"run as its owner, or trust it: git config --global --add safe.directory {tree.resolve()}",
             )
         raise GitError(said.splitlines()[-1] if said else f"git {args[0]} failed")
-    return done.stdout
+    return out
 
 
 def text(tree: Path | None, *args: str, extra: Mapping[str, str] | None = None) -> str:

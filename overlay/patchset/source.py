@@ -19,7 +19,8 @@ from .pin import Pin
 from .target import STATE
 from .ui import progress, say
 
-REACH_SECONDS = 5.0
+REACH_SECONDS = 5.0  # after which `auto` takes the sdist
+PATIENT_SECONDS = 20.0  # for who asks for git by name
 MAX_UNPACKED = 512 << 20
 MAX_MEMBERS = 20_000
 OFFLINE = "give a checkout or the sdist file with --source PATH, or try again later"
@@ -101,19 +102,23 @@ def _git_answers(pin: Pin) -> bool:
     if git.available():
         return False
     try:
-        git.run(
-            None, "ls-remote", pin.repository, f"refs/tags/{pin.tag}", user_config=True, timeout=REACH_SECONDS
-        )
+        _reach(pin, REACH_SECONDS)
     except git.GitError:
         say("the git repository does not answer, taking the sdist")
         return False
     return True
 
 
+def _reach(pin: Pin, seconds: float) -> None:
+    """GitError where the repository does not answer in time. Left alone, git waits minutes for a connection."""
+    git.run(None, "ls-remote", pin.repository, f"refs/tags/{pin.tag}", user_config=True, timeout=seconds)
+
+
 def _clone(pin: Pin, into: Path) -> None:
     git.require("--source git")
-    slow = ("-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=20", "-c", "http.connectTimeout=10")
+    slow = ("-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=20")
     try:
+        _reach(pin, PATIENT_SECONDS)
         with progress(f"cloning vLLM {pin.tag}", None):
             git.run(
                 None,

@@ -108,9 +108,7 @@ def test_checkouts(tree: Case, shape: str, tmp_path: Path) -> None:
 
 
 def test_git_source(tree: Case, tmp_path: Path) -> None:
-    """The tag is cloned and its commit checked; a moved tag is refused with exit 3; auto falls back when it
-    is gone.
-    """
+    """The tag is cloned and its commit checked; a moved tag is refused with exit 3."""
     origin = tmp_path / "origin"
     shutil.copytree(tree.upstream, origin)
     head = commits.start(origin, pin.load(tree.patches, TAG), {})

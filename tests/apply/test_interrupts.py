@@ -121,30 +121,29 @@ def test_interrupted_reapply_keeps_the_old_set(case: Case) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_real_run_at_random_moments(tree: Case, number: int) -> None:
-    """The command itself, stopped from outside at random moments, start-up included."""
-    pristine = tree.snapshot()
+def test_real_run_at_random_moments(case: Case, number: int) -> None:
+    """The command itself, stopped from outside at random moments, start-up included. ci/interrupt_soak.py does it to
+    the real vLLM.
+    """
+    pristine = case.snapshot()
     dice = random.Random(number)
     started = time.monotonic()
-    assert tree.cli().returncode == 0
+    assert case.cli().returncode == 0
     typical = time.monotonic() - started
-    patched = tree.snapshot()
+    patched = case.snapshot()
     for _ in range(12):
-        tree.revert()
-        child = subprocess.Popen(tree.arguments(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        case.revert()
+        child = subprocess.Popen(case.arguments(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         time.sleep(dice.uniform(0.2, 1.1) * typical)
         child.send_signal(number)
-        child.communicate()
+        said = child.communicate()[1]
         if number == signal.SIGKILL:
-            assert tree.apply().action in ("applied", "nothing")
-            assert tree.snapshot() == patched
-        else:
-            assert child.returncode in (
-                0,
-                128 + number,
-                -number,
-            )  # the last: before Python installs a handler
-            assert tree.snapshot() in (pristine, patched)
+            assert case.apply().action in ("applied", "nothing")
+            assert case.snapshot() == patched
+        else:  # before our handler is there, Python ends by the signal, or with 1 where it still reads site.py
+            early = child.returncode == -number or b"KeyboardInterrupt" in said
+            assert early or child.returncode in (0, 128 + number), said
+            assert case.snapshot() in (pristine, patched)
 
 
 @pytest.mark.parametrize("damage", ["journal", "state"])

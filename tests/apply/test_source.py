@@ -5,15 +5,17 @@ import http.server
 import io
 import json
 import shutil
+import socket
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 from fake_upstream import Case, make_pin
-from patchset import source
+from patchset import git, source
 from patchset.errors import PatchsetError
 
 NAME = "fake_vllm-9.9.0.tar.gz"
@@ -155,6 +157,40 @@ def test_index(tree: Case, index: Path, cache: Path, tmp_path: Path) -> None:
         assert caught.value.code == 3
         assert not list(cache.iterdir())
         assert not (tmp_path / "three").exists()
+
+
+@pytest.mark.parametrize("how", ["refused", "silent"])
+def test_unreachable_repository(
+    tree: Case, index: Path, cache: Path, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No git server, or one that takes the connection and says nothing: auto has the sdist within seconds, git by
+    name ends with exit 3, and git's helper does not stay behind.
+    """
+    pytest.importorskip("pypi_simple")
+    if why := git.available():
+        pytest.skip(why)
+    monkeypatch.setattr(source, "PATIENT_SECONDS", 1.0)
+    digest = pack(tree.upstream, index / NAME)
+    publish(index, digest)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if how == "silent":
+            server.listen()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/vllm.git"
+        pinned = make_pin(tree.folder, tree.upstream, repository=address, sdist_sha256=digest)
+        begin = time.monotonic()
+        assert source.obtain(pinned, tree.load()[1], "auto", tmp_path / "out") == "sdist"
+        assert time.monotonic() - begin < source.REACH_SECONDS + 3 < 10
+        with pytest.raises(PatchsetError, match="git cannot clone") as caught:
+            source.obtain(pinned, None, "git", tmp_path / "other")
+        assert caught.value.code == 3
+        assert "--source sdist" in caught.value.hint
+        for _ in range(2 if how == "silent" else 0):
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(5)
+                while connection.recv(4096):  # until its other end is closed
+                    pass
 
 
 def test_offline(tree: Case, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""What apply, status and revert do to a target in each state (cases A1-A7, A11-A16, A18, A20, A21, A24, A26)."""
+"""What apply, status and revert do to a target in each state (cases A1-A8, A11-A18, A20, A21, A24, A26), of both
+kinds wherever the case can arise there.
+"""
 
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from fake_upstream import FILES, TAG, Case, commit_all
 from patchset import docs, engine, lock
 from patchset.errors import Exit, PatchsetError
 from patchset.store import Store
+from vllm_sfa_cp import doctor
 
 
 def edit(path: Path, old: bytes, new: bytes) -> None:
@@ -21,6 +24,7 @@ def edit(path: Path, old: bytes, new: bytes) -> None:
 
 
 def test_apply_and_revert_restore_everything(case: Case) -> None:
+    """A7, A8, A20: a file that two patches change, mixed line ends, bytes that are not UTF-8."""
     before = case.snapshot(times=True)
     assert case.apply().action == "applied"
     assert (case.root / "vllm/a.py").read_bytes().count(b"line_5b = 2\n") == 1
@@ -32,6 +36,7 @@ def test_apply_and_revert_restore_everything(case: Case) -> None:
 
 
 def test_second_apply_writes_nothing(case: Case) -> None:
+    """A5: it says so, and not even a time stamp differs."""
     case.apply()
     before = case.snapshot(times=True)
     done = case.cli("--json")
@@ -57,23 +62,27 @@ def test_dry_run_and_status_write_nothing(case: Case) -> None:
 
 
 def test_a_failing_patch_leaves_nothing(case: Case) -> None:
-    """A1, A4, A18: the third patch does not fit where it says; exit 4, nothing written."""
-    before = case.snapshot()
+    """A1, A2, A4, A18: the third patch does not fit where it says; exit 4 each time, nothing written or recorded."""
+    before = case.snapshot(times=True)
     patch = next(case.folder.glob("0003-*"))
     edit(patch, b"-    return 2", b"-    return 9")
-    done = case.cli()
-    assert done.returncode == 4
-    assert patch.name in done.stderr
-    assert "hint: " in done.stderr
-    assert case.snapshot() == before
+    for _ in range(2):
+        done = case.cli()
+        assert done.returncode == 4
+        assert patch.name in done.stderr
+        assert "hint: " in done.stderr
+        assert case.snapshot(times=True) == before
+    edit(patch, b"-    return 9", b"-    return 2")
+    assert {p["state"] for p in case.status()["patches"]} == {"pending"}
+    assert case.apply().action == "applied"
 
 
-def test_offset_is_refused(tree: Case) -> None:
+def test_offset_is_refused(case: Case) -> None:
     """A18: a hunk that would fit elsewhere is not moved there."""
-    patch = next(tree.folder.glob("0001-*"))
+    patch = next(case.folder.glob("0001-*"))
     edit(patch, b"@@ -3,7 +3,8 @@", b"@@ -4,7 +4,8 @@")
     with pytest.raises(PatchsetError, match="fits at line 3, not at line 4") as caught:
-        tree.apply()
+        case.apply()
     assert caught.value.code is Exit.PATCH
 
 
@@ -113,6 +122,26 @@ def test_stamp_without_patches_is_pristine(case: Case, fake: Path) -> None:
     assert case.status()["state"] == "pristine"
     assert case.apply().action == "applied"
     assert case.status()["state"] == "patched"
+
+
+def test_doctor_tells_patched_from_stock(case: Case) -> None:
+    """A24: a stock vLLM, a patched one, and one whose patches a reinstall has dropped."""
+
+    def examine() -> tuple[list[str], str]:
+        problems: list[str] = []
+        states = [entry["state"] for entry in doctor._patches(case.root, problems)]
+        return states, "\n".join(problems)
+
+    states, said = examine()
+    assert not states
+    assert "is not patched; run python apply.py" in said
+    case.apply()
+    assert examine() == (["applied"] * 3, "")
+    for path, data in FILES.items():
+        (case.root / path).write_bytes(data)
+    states, said = examine()
+    assert states == ["changed"] * 3
+    assert "patched files have changed since (vllm/a.py" in said
 
 
 @pytest.mark.parametrize("change", ["changed", "removed", "added"])
@@ -203,12 +232,26 @@ def test_force_keeps_a_backup(tree: Case) -> None:
     assert tree.status()["state"] == "patched"
 
 
+def test_force_is_for_trees(make: Callable[[str], Case]) -> None:
+    """A11: an environment is not ours to set aside."""
+    case = make("installed")
+    (case.root / "vllm/a.py").write_bytes(b"mine\n")
+    before = case.snapshot()
+    done = case.cli("--force")
+    assert done.returncode == 2
+    assert "are for trees" in done.stderr
+    assert case.snapshot() == before
+
+
 @pytest.mark.parametrize("version", ["9.9.1", "9.9.0rc1", "9.9.1.dev3+gabc"])
-def test_other_version_is_named(tree: Case, version: str) -> None:
+def test_other_version_is_named(case: Case, version: str) -> None:
     """A13: what it is, and what is supported."""
-    (tree.root / "vllm/a.py").write_bytes(b"other\n")
-    (tree.root / "vllm/_version.py").write_text(f"__version__ = version = '{version}'\n")
-    done = tree.cli()
+    (case.root / "vllm/a.py").write_bytes(b"other\n")
+    if case.kind == "tree":
+        (case.root / "vllm/_version.py").write_text(f"__version__ = version = '{version}'\n")
+    else:
+        edit(next(case.root.glob("*.dist-info/METADATA")), b"9.9.0+cpu", version.encode())
+    done = case.cli()
     assert done.returncode == 5
     assert f"is vLLM {version}" in done.stderr
     assert f"supported: {TAG}" in done.stderr
@@ -220,22 +263,22 @@ def test_unknown_version_is_a_usage_error(tree: Case) -> None:
     assert f"supported: {TAG}" in done.stderr
 
 
-def test_local_suffix_is_accepted(make) -> None:
+def test_local_suffix_is_accepted(make: Callable[[str], Case]) -> None:
     """A13: 9.9.0+cpu with upstream's contents is 9.9.0."""
     case = make("installed")
     assert case.target.version == "9.9.0+cpu"
     assert case.apply().action == "applied"
 
 
-def test_crlf_tree_is_explained(tree: Case) -> None:
-    """A8: a checkout with autocrlf is named as that."""
+def test_crlf_files_are_explained(case: Case) -> None:
+    """A8: a checkout with autocrlf is named as that; a wheel has not seen git."""
     for name in ("a.py", "b.py"):
-        path = tree.root / "vllm" / name
+        path = case.root / "vllm" / name
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    done = tree.cli()
+    done = case.cli()
     assert done.returncode == 5
     assert "CRLF line ends" in done.stderr
-    assert "core.autocrlf=false" in done.stderr
+    assert ("core.autocrlf=false" if case.kind == "tree" else "hint: reinstall vLLM") in done.stderr
 
 
 def test_not_a_tree(tree: Case) -> None:
@@ -245,13 +288,16 @@ def test_not_a_tree(tree: Case) -> None:
     assert "is not a vLLM tree" in done.stderr
 
 
-def test_missing_and_extra_files_are_named(tree: Case) -> None:
-    """A21: a file that is gone is `missing`, one too many is `extra`."""
-    (tree.root / "vllm/b.py").unlink()
-    (tree.root / "vllm/more.py").write_bytes(b"")
-    done = tree.cli()
+def test_missing_and_extra_files_are_named(case: Case) -> None:
+    """A21: a file that is gone is `missing`; one too many is `extra` in a tree, and in an environment another
+    distribution's.
+    """
+    (case.root / "vllm/b.py").unlink()
+    (case.root / "vllm/more.py").write_bytes(b"")
+    done = case.cli()
+    assert done.returncode == 5
     assert "vllm/b.py (missing)" in done.stderr
-    assert "vllm/more.py (extra)" in done.stderr
+    assert ("vllm/more.py (extra)" in done.stderr) == (case.kind == "tree")
 
 
 def test_lock_names_its_owner(case: Case) -> None:
@@ -319,40 +365,59 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=False)
 
 
-def test_read_only_file_system(tree: Case, small: Path) -> None:
+def move(case: Case, to: Path) -> None:
+    """Put a target elsewhere; an environment finds its packages there through a link."""
+    shutil.move(case.root, to)
+    if case.python:
+        case.root.symlink_to(to)
+    case.root = to
+
+
+def test_read_only_file_system(case: Case, small: Path) -> None:
     """A15: said before anything is written."""
-    tree.root = small / "tree"
-    shutil.copytree(tree.upstream, tree.root)
-    before = tree.snapshot()
+    move(case, small / "target")
+    before = case.snapshot()
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-    done = tree.cli()
+    done = case.cli()
     assert done.returncode == 5, done.stderr
     assert "cannot be written" in done.stderr
     assert "hint: " in done.stderr
-    assert tree.snapshot() == before
-    assert tree.status()["state"] == "pristine"
+    assert case.snapshot() == before
+    assert case.status()["state"] == "pristine"
 
 
-def test_full_disk(tree: Case, small: Path) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_folder_without_rights(case: Case) -> None:
+    """A15: one folder that cannot be written is enough to write nowhere."""
+    (case.root / "vllm/sub").chmod(0o555)
+    before = case.snapshot(times=True)
+    done = case.cli()
+    after = case.snapshot(times=True)
+    (case.root / "vllm/sub").chmod(0o755)
+    assert done.returncode == 5
+    assert "vllm/sub cannot be written" in done.stderr
+    assert after == before
+
+
+def test_full_disk(case: Case, small: Path) -> None:
     """A15: with any amount of space left, either the whole set goes in or nothing changes."""
-    tree.root = small / "tree"
-    shutil.copytree(tree.upstream, tree.root)
-    whole = tree.snapshot()
+    move(case, small / "target")
+    whole = case.snapshot()
     filler = small / "filler"
     refused = 0
     for spare in range(0, 140, 8):
         free = os.statvfs(small)
         filler.write_bytes(bytes(max(0, free.f_bavail * free.f_frsize - spare * 1024)))
-        done = tree.cli()
+        done = case.cli()
         if done.returncode == 0:
             break
         assert done.returncode == 5, done.stderr
         assert "No space left" in done.stderr
         filler.unlink()
-        assert tree.snapshot() == whole
+        assert case.snapshot() == whole
         refused += 1
     assert refused > 2
-    assert tree.inspect().current
+    assert case.inspect().current
 
 
 def test_older_release_of_ours(case: Case) -> None:
@@ -392,7 +457,7 @@ def test_newer_release_is_left_alone(case: Case) -> None:
 
 
 def test_modifications_list(tree: Case) -> None:
-    """A26: every changed upstream file is listed, with how."""
+    """A26: every changed upstream file is listed, with how. The list is the patch set's, not a target's."""
     series, _ = tree.load()
     text = docs.modifications(series)
     assert "| `vllm/new/mod.py` | added | 0003 |" in text
