@@ -1,13 +1,15 @@
-"""Fixtures that several test modules share."""
+"""Fixtures that several test modules share. torch comes late: the apply tests run where it is not installed."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from ranks import RankPool
-from safetensors.torch import load_file
+
+if TYPE_CHECKING:
+    import torch
 
 GOLDEN = Path(__file__).parent / "golden/base"
 
@@ -19,7 +21,7 @@ class Golden:
     model: str
     prompts: list[list[int]]
     tokens: list[list[int]]
-    logits: list[torch.Tensor]
+    logits: "list[torch.Tensor]"
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +33,8 @@ def pool(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def golden() -> Golden:
+    from safetensors.torch import load_file
+
     cases = json.loads((GOLDEN / "expected/tokens.json").read_text())
     logits = load_file(GOLDEN / "expected/logits.safetensors")
     return Golden(
