@@ -1,8 +1,10 @@
 """What each verb of `apply.py` does, step by step. Returns plain dicts for `--json`; talks through `ui`."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,10 +202,7 @@ def _apply_installed(project: Project, args: Namespace) -> Report:
     if not args.no_install:
         env = Environment(python.parent.parent)
         if env.installed().get(OVERLAY) != overlay_version(project.overlay):
-            log = _log_of(target)
-            pip_run(
-                python, "installing the overlay", ["install", "--no-deps", os.fspath(project.overlay)], log
-            )
+            _copy_overlay(project, python, _log_of(target))
             changed = True
         if changed:
             self_check(program)
@@ -214,6 +213,15 @@ def _apply_installed(project: Project, args: Namespace) -> Report:
         "changed": changed,
         "recovered": outcome.recovered,
     }
+
+
+def _copy_overlay(project: Project, python: Path, log: Path) -> None:
+    """Install the overlay, not editable. A build leaves files in its source and takes in what an older one left."""
+    with tempfile.TemporaryDirectory(prefix="sfa-cp-") as scratch:
+        copy = os.path.join(scratch, "overlay")
+        ignored = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+        shutil.copytree(project.overlay, copy, ignore=ignored)
+        pip_run(python, "installing the overlay", ["install", "--no-deps", copy], log)
 
 
 def _log_of(target: targets.Target) -> Path:

@@ -62,13 +62,14 @@ def files(python: Path) -> dict[str, str]:
 
 
 def test_apply_golden_revert(python, golden, tmp_path):
-    before = files(python)
+    before, sources = files(python), sorted(ROOT.glob("overlay/*"))
     done = json.loads(run(*APPLY, "--python", python))
     assert done["state"] == "patched"
     status = json.loads(run(*APPLY, "--python", python, "--status"))
     assert {p["state"] for p in status["patches"]} == {"applied"}
     assert status["overlay"]["installed"]
     assert files(python) != before
+    assert sorted(ROOT.glob("overlay/*")) == sources
 
     report = json.loads(run(python, "-m", "vllm_sfa_cp.cli", "doctor", "--json"))
     assert report["ok"]
