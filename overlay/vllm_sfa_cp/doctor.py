@@ -1,7 +1,6 @@
 """`vllm-sfa-cp doctor`: what is active in this environment and why, and what is wrong with it."""
 
 import argparse
-import contextlib
 import json
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -34,8 +33,7 @@ def add_doctor_parser(subparsers: Any) -> None:
 
 def run_doctor(args: argparse.Namespace) -> int:
     """Print the report; 0 if nothing is wrong, else 1."""
-    with contextlib.redirect_stdout(sys.stderr):  # where vLLM then logs, from its import on
-        report = examine(args.additional_config)
+    report = examine(args.additional_config)
     if args.json:
         print(json.dumps(report))
     else:
