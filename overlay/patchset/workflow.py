@@ -133,6 +133,7 @@ def revert(project: Project, args: Namespace) -> Report:
     if args.target == "installed":
         python = _python(args)
         target, env = targets.installed(python), Environment(python.parent.parent)
+        env.log = _log_of(target)
     else:
         target, env = targets.tree(args.dest), Environment(args.venv)
     outcome = engine.revert(target, project.series, project.manifest, args.dry_run)

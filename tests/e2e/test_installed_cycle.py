@@ -49,8 +49,8 @@ def python(wheel, tmp_path):
     others = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
     (own / "others.pth").write_text("\n".join(others) + "\n")
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", "--no-index", wheel)
-    where = run(python, "-c", "import vllm; print(vllm.__file__)").splitlines()[-1]
-    assert Path(where).is_relative_to(own)
+    where = run(python, "-c", "import importlib.util as u; print(u.find_spec('vllm').origin)")
+    assert Path(where.strip()).is_relative_to(own)
     return python
 
 
