@@ -1,9 +1,10 @@
 """Interrupt real runs of apply.py at random moments: `python ci/interrupt_soak.py [--moments 100] [--python PATH]`.
 
 Applies and reverts the real patch set in turn, to an unpacked sdist of its own or, with --python, to the vLLM that is
-installed there, and sends SIGINT, SIGTERM or SIGKILL at a random moment. After each, `--status` must know the state,
-and one more run must bring every file of vLLM to exactly what an undisturbed run leaves. Prints how often which state
-was found; exit code 1 at the first that does not hold, with the seed that repeats it.
+installed there, and sends SIGINT, SIGTERM or SIGKILL at a random moment: half of them anywhere in the run, half while
+it writes, which is a small part of it. After each, `--status` must know the state, which only SIGKILL may leave
+interrupted, and one more run must bring every file of vLLM to exactly what an undisturbed run leaves. Prints how often
+which state was found; exit code 1 at the first that does not hold, with the seed that repeats it.
 """
 
 import argparse
@@ -19,6 +20,10 @@ from hashlib import sha256
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "overlay"))
+
+from patchset.target import STATE  # noqa: E402
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
@@ -41,10 +46,33 @@ class Target:
         kept = [p for p in paths if p.is_file() and "__pycache__" not in p.parts]
         return {str(p.relative_to(self.root)): sha256(p.read_bytes()).hexdigest() for p in kept}
 
-    def interrupt(self, number: int, seconds: float, *more: str) -> int | None:
-        """Send the signal after so many seconds; exit code, None if the run was through before."""
+    def start(self, *more: str) -> "subprocess.Popen[bytes]":
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen([*self.command, *more], **quiet)
+        return subprocess.Popen([*self.command, *more], **quiet)
+
+    def until(self, process: "subprocess.Popen[bytes]", writing: bool) -> None:
+        """Wait until the run writes, or writes no more; at most until it ends."""
+        while process.poll() is None and (self.root / STATE / "stage").is_dir() != writing:
+            time.sleep(0.0005)
+
+    def measure(self, *more: str) -> tuple[float, float]:
+        """Seconds of an undisturbed run, and of its writing."""
+        begin = time.monotonic()
+        process = self.start(*more)
+        self.until(process, True)
+        first = time.monotonic()
+        self.until(process, False)
+        last = time.monotonic()
+        assert process.wait() == 0
+        return time.monotonic() - begin, last - first
+
+    def interrupt(self, number: int, seconds: float, writing: bool, *more: str) -> int | None:
+        """Send the signal after so many seconds, if asked so many after the run began to write; exit code, None
+        if the run was through before.
+        """
+        process = self.start(*more)
+        if writing:
+            self.until(process, True)
         try:
             process.wait(seconds)
             return None
@@ -59,9 +87,7 @@ def soak(target: Target, moments: int, seed: int) -> Counter[str]:
     target.run()
     target.root = Path(target.run("--status")["target"]["path"])
     patched = target.files()
-    begin = time.monotonic()
-    target.run("--revert")
-    length = time.monotonic() - begin
+    length, writes = target.measure("--revert")
     pristine = target.files()
     assert pristine != patched
 
@@ -70,13 +96,16 @@ def soak(target: Target, moments: int, seed: int) -> Counter[str]:
         forwards = moment % 2 == 0  # from pristine to patched, else back
         number = SIGNALS[draw.randrange(len(SIGNALS))]
         more = () if forwards else ("--revert",)
-        code = target.interrupt(number, draw.uniform(0, length), *more)
+        aimed = moment % 4 > 1
+        code = target.interrupt(number, draw.uniform(0, writes if aimed else length), aimed, *more)
         state = "through" if code is None else target.run("--status")["state"]
-        found[f"{signal.Signals(number).name}: {state}"] += 1
         assert state in ("through", "pristine", "patched", "interrupted"), state
+        assert number == signal.SIGKILL or state != "interrupted", signal.Signals(number).name
         if state in ("pristine", "patched"):
             assert target.files() == (pristine if state == "pristine" else patched), f"{state}, but it is not"
-        target.run(*more)
+        ended = target.run(*more)["recovered"]
+        assert (ended is not None) == (state == "interrupted"), ended
+        found[f"{signal.Signals(number).name}: {state}{f', {ended}' if ended else ''}"] += 1
         assert target.files() == (patched if forwards else pristine), f"moment {moment}, seed {seed}"
         if sys.stderr.isatty():
             print(f"\r{moment + 1}/{moments}", end="", file=sys.stderr, flush=True)

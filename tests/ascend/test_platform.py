@@ -93,3 +93,15 @@ def test_nothing_of_torch_npu_is_imported_without_need() -> None:
         [sys.executable, "-c", code], cwd=ROOT / "overlay", capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_package_costs_nothing() -> None:
+    """Beyond vLLM's own import: neither torch nor vLLM nor any kernel set comes with it."""
+    code = (
+        "import sys, time; begin = time.perf_counter(); import vllm_sfa_cp;"
+        "print(time.perf_counter() - begin < 0.05, 'torch' in sys.modules, 'vllm' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "overlay", capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "False", "False"]
