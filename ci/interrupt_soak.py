@@ -1,10 +1,11 @@
 """Interrupt real runs of apply.py at random moments: `python ci/interrupt_soak.py [--moments 100] [--python PATH]`.
 
 Applies and reverts the real patch set in turn, to an unpacked sdist of its own or, with --python, to the vLLM that is
-installed there, and sends SIGINT, SIGTERM or SIGKILL at a random moment: half of them anywhere in the run, half while
-it writes, which is a small part of it. After each, `--status` must know the state, which only SIGKILL may leave
-interrupted, and one more run must bring every file of vLLM to exactly what an undisturbed run leaves. Prints how often
-which state was found; exit code 1 at the first that does not hold, with the seed that repeats it.
+installed there, and sends SIGINT, SIGTERM or SIGKILL at a random moment: half of them anywhere in the run, a quarter
+while it writes, a quarter while its journal is there, which is less than a hundredth of the time. After each,
+`--status` must know the state, which only SIGKILL may leave interrupted, and one more run must bring every file of
+vLLM to exactly what an undisturbed run leaves. Prints how often which state was found; exit code 1 at the first that
+does not hold, with the seed.
 """
 
 import argparse
@@ -50,29 +51,31 @@ class Target:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         return subprocess.Popen([*self.command, *more], **quiet)
 
-    def until(self, process: "subprocess.Popen[bytes]", writing: bool) -> None:
-        """Wait until the run writes, or writes no more; at most until it ends."""
-        while process.poll() is None and (self.root / STATE / "stage").is_dir() != writing:
-            time.sleep(0.0005)
+    def until(self, process: "subprocess.Popen[bytes]", mark: str, there: bool) -> float:
+        """Wait until a name in our folder is there, or is gone, or the run has ended; the time then. Does not sleep:
+        a journal is there for milliseconds.
+        """
+        while process.poll() is None and (self.root / STATE / mark).exists() != there:
+            pass
+        return time.monotonic()
 
-    def measure(self, *more: str) -> tuple[float, float]:
-        """Seconds of an undisturbed run, and of its writing."""
-        begin = time.monotonic()
-        process = self.start(*more)
-        self.until(process, True)
-        first = time.monotonic()
-        self.until(process, False)
-        last = time.monotonic()
-        assert process.wait() == 0
-        return time.monotonic() - begin, last - first
+    def measure(self, mark: str) -> float:
+        """For how many seconds of an undisturbed apply and revert the name is there, on average."""
+        seconds = 0.0
+        for more in ((), ("--revert",)):
+            process = self.start(*more)
+            begin = self.until(process, mark, True)
+            seconds += self.until(process, mark, False) - begin
+            assert process.wait() == 0
+        return seconds / 2
 
-    def interrupt(self, number: int, seconds: float, writing: bool, *more: str) -> int | None:
-        """Send the signal after so many seconds, if asked so many after the run began to write; exit code, None
-        if the run was through before.
+    def interrupt(self, number: int, seconds: float, mark: str, *more: str) -> int | None:
+        """Send the signal so many seconds after the start, or after `mark` is there; exit code, None if the run was
+        through before.
         """
         process = self.start(*more)
-        if writing:
-            self.until(process, True)
+        if mark:
+            self.until(process, mark, True)
         try:
             process.wait(seconds)
             return None
@@ -87,17 +90,20 @@ def soak(target: Target, moments: int, seed: int) -> Counter[str]:
     target.run()
     target.root = Path(target.run("--status")["target"]["path"])
     patched = target.files()
-    length, writes = target.measure("--revert")
+    begin = time.monotonic()
+    target.run("--revert")
+    lengths = {"": time.monotonic() - begin}
     pristine = target.files()
     assert pristine != patched
+    lengths |= {mark: target.measure(mark) for mark in ("stage", "journal.json")}
 
     found: Counter[str] = Counter()
     for moment in range(moments):
         forwards = moment % 2 == 0  # from pristine to patched, else back
         number = SIGNALS[draw.randrange(len(SIGNALS))]
         more = () if forwards else ("--revert",)
-        aimed = moment % 4 > 1
-        code = target.interrupt(number, draw.uniform(0, writes if aimed else length), aimed, *more)
+        mark = ("", "stage", "", "journal.json")[moment // 2 % 4]
+        code = target.interrupt(number, draw.uniform(0, lengths[mark]), mark, *more)
         state = "through" if code is None else target.run("--status")["state"]
         assert state in ("through", "pristine", "patched", "interrupted"), state
         assert number == signal.SIGKILL or state != "interrupted", signal.Signals(number).name
