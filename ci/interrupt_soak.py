@@ -127,7 +127,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="interrupts-") as folder:
         installed = ["--target", "installed", "--python", args.python or ""]
-        target = Target(installed if args.python else ["--dest", f"{folder}/vLLM tree ü"])
+        target = Target(installed if args.python else ["--source", "sdist", "--dest", f"{folder}/vLLM ü"])
         try:
             found = soak(target, args.moments, args.seed)
         except AssertionError as problem:

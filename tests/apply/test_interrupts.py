@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from fake_upstream import Case
+from fake_upstream import HOME, Case
 from patchset import engine, interrupt
 from patchset.store import Store
 
@@ -122,9 +122,7 @@ def test_interrupted_reapply_keeps_the_old_set(case: Case) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_real_run_at_random_moments(case: Case, number: int) -> None:
-    """The command itself, stopped from outside at random moments, start-up included. ci/interrupt_soak.py does it to
-    the real vLLM.
-    """
+    """The command itself, stopped from outside at random moments, start-up included."""
     pristine = case.snapshot()
     dice = random.Random(number)
     started = time.monotonic()
@@ -144,6 +142,19 @@ def test_real_run_at_random_moments(case: Case, number: int) -> None:
             early = child.returncode == -number or b"KeyboardInterrupt" in said
             assert early or child.returncode in (0, 128 + number), said
             assert case.snapshot() in (pristine, patched)
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_soak_of_the_real_vllm() -> None:
+    """The short form of ci/interrupt_soak.py: each kind of moment in an apply and in a revert."""
+    pytest.importorskip("pypi_simple")
+    command = [sys.executable, HOME / "ci" / "interrupt_soak.py", "--moments", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "cannot be downloaded" in done.stderr:
+        pytest.skip("the package index cannot be reached")
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
 
 
 @pytest.mark.parametrize("damage", ["journal", "state"])
