@@ -5,6 +5,7 @@ A and B are run one after the other in real engines, each over its own number of
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import config as sfa_config
 from .bench import ENGINE_ENV, checkpoint, prompt
 from .bench_report import MODES, PARTITIONS, SOURCES, Configuration
+from .cli_bench import numbers, positive
+from .compare_report import compare, strict, table
 from .errors import UserError
 from .planner import ModelShape
 from .progress import Progress
@@ -39,15 +43,19 @@ class Side:
 
 
 def parse_side(text: str) -> Side:
-    """UserError: not one of `FORMS`."""
-    what, at, count = text.rpartition("@")
+    """UserError: not one of `FORMS`, or settings that no engine would take."""
+    what, at, count = text.strip().rpartition("@")
     if not at or not count.isdecimal() or int(count) == 0:
         raise UserError(f"{text!r} does not say on how many ranks", FORMS, 2)
     if what.startswith("{"):
         try:
-            return Side(text, int(count), json.loads(what))
+            given = json.loads(what)
+            sfa_config.parse(given, ENGINE_ENV)
+        except sfa_config.ConfigError as err:
+            raise UserError(f"{text}: {err}", FORMS, 2) from err
         except ValueError as err:
             raise UserError(f"{what!r} is not JSON: {err}", FORMS, 2) from err
+        return Side(text, int(count), given)
     mode, *rest = what.split("/")
     weights = [part for part in rest if part in SOURCES]
     partition = [part for part in rest if part in PARTITIONS]
@@ -55,47 +63,73 @@ def parse_side(text: str) -> Side:
     if mode not in MODES or not known or (rest and mode != "sfa-cp"):
         raise UserError(f"{what!r} is not a configuration", FORMS, 2)
     configuration = Configuration(mode, *(weights or ["gather"]), *(partition or ["balanced"]))
+    # What is compared is the mode that was asked for, at every length.
     return Side(text, int(count), configuration.additional_config(cp_min_tokens=0))
 
 
 def add_compare_parser(subparsers: Any) -> None:
     """Declare `vllm-sfa-cp compare`."""
-    parser = subparsers.add_parser("compare", help="compare outputs and numerics of two configurations")
+    parser = subparsers.add_parser(
+        "compare",
+        help="compare outputs and numerics of two configurations",
+        description="Greedy tokens and the logits that chose them: of the last position of the prompt, and of every "
+        "generated position up to where the tokens part. Exits 0 if all tokens are equal and the logits are within "
+        "the tolerance, 1 if not, 2 if the request is wrong. In bfloat16 rounding decides "
+        "near-ties between tokens, keys and experts, and right configurations part too: compare off@1 with off@2 "
+        "for a yardstick.",
+    )
     parser.add_argument("a", metavar="A", help=FORMS)
     parser.add_argument("b", metavar="B", help="the reference, likewise")
     parser.add_argument("--model", required=True, help="checkpoint, or a shape such as dsv32-128k/64")
     parser.add_argument("--model-b", help="another checkpoint for B")
     parser.add_argument("--dtype", default="float32", choices=tuple(TOLERANCE))
     parser.add_argument(
-        "--tolerance", type=float, help="float32: absolute, default 2e-4; bfloat16: relative L2, default 5e-2"
+        "--tolerance",
+        type=_tolerance,
+        metavar="D",
+        help="of logits; float32: absolute, default 2e-4; bfloat16: relative L2, default 5e-2",
     )
-    parser.add_argument(
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
         help="JSON list of lists of token ids, or a text prompt per line",
     )
-    parser.add_argument(
+    prompts.add_argument(
         "--prompt-lengths",
+        type=numbers,
         metavar="T,..",
-        help="random prompts of so many tokens (default: around index_topk)",
+        help="random prompts of so many tokens (default: one, below index_topk, above it)",
     )
-    parser.add_argument("--max-tokens", type=int, default=8, help="generated per prompt (default 8)")
-    parser.add_argument("--layers", action="store_true", help="also the residual stream after every layer")
+    parser.add_argument("--max-tokens", type=positive, default=8, help="generated per prompt (default 8)")
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="also the residual stream of the prompt after every layer, and the first whose relative L2 is past D",
+    )
     parser.add_argument("--limit", type=float, default=1800, metavar="S", help="seconds one side may take")
     parser.add_argument("--json", action="store_true", help="one object on stdout, the table on stderr")
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a tolerance")
+    return value
 
 
 def run_compare(args: argparse.Namespace) -> int:
     """Compare and report; 1 past the tolerance."""
     sides = parse_side(args.a), parse_side(args.b)
-    if args.max_tokens < 1:
-        raise UserError("--max-tokens must be at least 1", exit_code=2)
     tolerance = TOLERANCE[args.dtype] if args.tolerance is None else args.tolerance
-    with checkpoint(args.model, args.dtype) as (folder, shape):
+    with (
+        checkpoint(args.model, args.dtype) as (folder, shape),
+        checkpoint(args.model_b or folder, args.dtype) as (folder_b, shape_b),
+    ):
+        _check(sides, (shape, shape_b))
         prompts = _prompts(args, folder, shape)
-        folders = folder, args.model_b or folder
-        runs = _answers(args, sides, folders, prompts)
+        runs = _answers(args, sides, (folder, folder_b), prompts)
     report = {
         "a": args.a,
         "b": args.b,
@@ -109,69 +143,42 @@ def run_compare(args: argparse.Namespace) -> int:
     report["within"] = all(found["within"] for found in report["prompts"])
     print(table(report), file=sys.stderr if args.json else sys.stdout)
     if args.json:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(strict(report), indent=1, allow_nan=False))
     return 0 if report["within"] else 1
 
 
-def compare(a: "Answer", b: "Answer", length: int, dtype: str, tolerance: float) -> dict[str, Any]:
-    """What two answers to a prompt of `length` tokens have in common.
-
-    parted: index of the first generated token that differs, None if none does. Logits are compared up to and
-    with that token, since what follows answers another text. first_layer: the first layer whose stream differs
-    by more than `tolerance` of its size (relative L2), None if none does or streams were not collected.
-    within: tokens equal and logits within `tolerance`, absolute in float32 and relative L2 else. A NaN or
-    another shape on either side is an `error`.
-    """
-    pairs = zip(a.tokens, b.tokens)
-    parted = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-    seen = len(b.tokens) if parted is None else parted + 1
-    found: dict[str, Any] = {"length": length, "tokens": seen, "parted": parted, "error": None}
-    from .numerics import MismatchError
-
-    try:
-        found["logits"] = distance(a.logits[:seen], b.logits[:seen])
-        found["layers"] = [distance(x, y) for x, y in zip(a.layers, b.layers, strict=True)]
-    except MismatchError as err:
-        return {
-            **found,
-            "logits": None,
-            "layers": [],
-            "first_layer": None,
-            "error": str(err),
-            "within": False,
-        }
-    past = [i for i, layer in enumerate(found["layers"]) if layer["relative_l2"] > tolerance]
-    found["first_layer"] = past[0] if past else None
-    decides = "absolute" if dtype == "float32" else "relative_l2"
-    found["within"] = parted is None and found["logits"][decides] <= tolerance
-    return found
-
-
-def distance(a: Any, b: Any) -> dict[str, float]:
-    """Of tensors a and b, b the reference: largest absolute and relative difference, and |a - b| / |b|."""
-    from .numerics import check_diff
-
-    difference = check_diff(a, b)
-    if not difference:
-        return {"absolute": 0.0, "relative": 0.0, "relative_l2": 0.0}
-    l2 = float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300))
-    return {"absolute": difference.absolute, "relative": difference.relative, "relative_l2": l2}
+def _check(sides: Sequence[Side], shapes: Sequence[ModelShape]) -> None:
+    """UserError: ranks that the heads do not divide over, or models whose numbers do not correspond."""
+    for side, shape in zip(sides, shapes):
+        if (heads := shape.num_attention_heads) % side.ranks:
+            raise UserError(
+                f"{side.text}: {heads} heads do not divide over {side.ranks} ranks", "change @RANKS", 2
+            )
+    sizes = ("num_hidden_layers", "hidden_size", "vocab_size")
+    if apart := [size for size in sizes if len({getattr(shape, size) for shape in shapes}) > 1]:
+        raise UserError(
+            f"--model and --model-b differ in {', '.join(apart)}", "give checkpoints of one model", 2
+        )
 
 
 def _prompts(args: argparse.Namespace, folder: str, shape: ModelShape) -> list[list[int]]:
-    if args.prompts and args.prompt_lengths:
-        raise UserError("--prompts and --prompt-lengths exclude each other", exit_code=2)
+    """What both sides are asked. UserError: prompts that are none, or too long for the model."""
     if args.prompts:
-        return read_prompts(args.prompts, folder, shape.vocab_size)
-    if args.prompt_lengths:
-        parts = args.prompt_lengths.split(",")
-        if not all(part.isdecimal() and int(part) for part in parts):
-            raise UserError(f"--prompt-lengths {args.prompt_lengths}", "give numbers such as 1,300", 2)
-        lengths = [int(part) for part in parts]
-    else:  # one token; everything selected; a selection, at no multiple of any number of ranks
-        topk = min(shape.index_topk, 256)
-        lengths = [1, topk - 1, 4 * topk + 1]
-    return [prompt(shape.vocab_size, length, length) for length in lengths]
+        prompts = read_prompts(args.prompts, folder, shape.vocab_size)
+    else:
+        # One token; every key selected; a selection, of an odd number of tokens and so padded on any even ranks.
+        few = min(shape.index_topk, 256)
+        lengths = args.prompt_lengths or (1, max(1, few - 1), shape.index_topk + 3 * few + 1)
+        prompts = [prompt(shape.vocab_size, length, length) for length in lengths]
+    longest = max(map(len, prompts)) + args.max_tokens
+    room = json.loads(Path(folder, "config.json").read_text()).get("max_position_embeddings", longest)
+    if longest > room:
+        raise UserError(
+            f"a prompt and its answer take {longest} positions, and the model has {room}",
+            "give shorter prompts or fewer --max-tokens",
+            2,
+        )
+    return prompts
 
 
 def read_prompts(path: Path, folder: str, vocab: int) -> list[list[int]]:
@@ -228,6 +235,7 @@ def _answers(
     logs = tempfile.TemporaryDirectory(prefix="sfa-cp-compare-")
     ranks = max(side.ranks for side in sides)
     with Progress(2) as progress, logs as folder, RankPool(ranks, folder, args.limit) as pool:
+        progress.say(f"starting {ranks} rank(s), then an engine per configuration")
         for side, model in zip(sides, models):
             progress.begin(f"{side.text}: {len(prompts)} prompts")
             own = {
@@ -244,31 +252,3 @@ def _answers(
             found.append(answers[0])
             progress.done(1, side.text)
     return found
-
-
-def table(report: dict[str, Any]) -> str:
-    """The report for people."""
-    rows = [["prompt", "tokens", "logits abs", "rel", "rel L2", "first layer past tolerance", "result"]]
-    for found in report["prompts"]:
-        tokens = f"{found['tokens']} equal"
-        if found["parted"] is not None:
-            tokens = f"part at {found['parted']}"
-        far = found["logits"]
-        figures = ["-"] * 3 if far is None else [f"{far[key]:.1e}" for key in far]
-        layer = "-" if found["first_layer"] is None else str(found["first_layer"])
-        result = found["error"] or ("within" if found["within"] else "past tolerance")
-        rows.append([f"{found['length']} tokens", tokens, *figures, layer, result])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    for found in report["prompts"]:
-        if found["layers"]:
-            lines.append(f"\n{found['length']} tokens, residual stream after layer: abs, rel L2")
-            lines += [
-                f"  {i:3d}  {layer['absolute']:.1e}  {layer['relative_l2']:.1e}"
-                for i, layer in enumerate(found["layers"])
-            ]
-    verdict = "agree" if report["within"] else "part"
-    unit = "absolute" if report["dtype"] == "float32" else "relative L2"
-    return "\n".join(
-        [*lines, f"\n{report['a']} and {report['b']} {verdict} ({report['tolerance']:g} {unit})"]
-    )

@@ -26,7 +26,10 @@ class Answer:
 def answers(
     model: str, prompts: list[list[int]], max_tokens: int, layers: bool, **kwargs: Any
 ) -> list[Answer]:
-    """One engine, the prompts one after the other, each prefilled in one step. kwargs: of vLLM's LLM."""
+    """One engine, the prompts one after the other, each prefilled in one step. kwargs: of vLLM's LLM.
+
+    Ranks other than the first return nothing: they hold the same.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -42,7 +45,7 @@ def answers(
             steps = out.outputs[0].logprobs
             logits = torch.tensor([[step[i].logprob for i in range(len(step))] for step in steps])
             found.append(Answer(list(out.outputs[0].token_ids), logits, streams))
-    return found
+        return found if torch.distributed.get_rank() == 0 else []
 
 
 @contextmanager

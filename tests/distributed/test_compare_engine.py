@@ -27,6 +27,7 @@ def test_configurations_agree_layer_by_layer(golden, capsys):
         assert found["logits"]["absolute"] < 2e-4
         assert len(found["layers"]) == 4
         assert max(layer["relative_l2"] for layer in found["layers"]) < 1e-5
+        assert found["prefill"]["absolute"] <= found["logits"]["absolute"]
     assert any(layer["absolute"] for layer in report["prompts"][2]["layers"])  # they are different sums
 
 
