@@ -8,10 +8,13 @@ vLLM v0.12.0 needs transformers < 5 and DeepSeek-V3.2 in transformers needs 5.24
 models stay loaded, in float32, and take turns prompt by prompt; each turn is measured by the same code. Ours is
 mode `off`: one rank has nothing to divide, so this compares kernels and engine, not context parallelism.
 transformers runs as its user would run it: its default attention, use_cache=True, logits of the last position only.
+Its attention has a matrix of heads x tokens x keys in memory, so a long prompt does not fit in one call;
+`--hf-chunk N` measures it also with N tokens a call, each call seeing the cache of those before.
 
-The report has the keys of `vllm-sfa-cp bench` where they mean the same. A length that transformers had no memory
-for has null figures and the `reason`. `tokens_agree` of `tokens`: prompts whose first token is the same; with
-random weights, near-ties in a selection or in the logits may differ without either being wrong.
+The report has the keys of `vllm-sfa-cp bench` where they mean the same; `chunk` is transformers' tokens per call,
+null where the prompt went in whole. A length that transformers had no memory for has null figures and the `reason`.
+`tokens_agree` of `tokens`: prompts whose first token is ours; with random weights, near-ties in a selection or in the
+logits may differ without either being wrong.
 """
 
 import argparse
@@ -21,7 +24,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +66,9 @@ class HuggingFace:
             self.close()
             raise UserError(f"transformers did not start: {self._last_words()}", MEND)
 
-    def prefill(self, ids: list[int], trim: bool) -> Sample:
+    def prefill(self, ids: list[int], trim: bool, chunk: int | None) -> Sample:
         """A sample, or {"error": reason}, also when the system has killed the process."""
-        answer = self._ask({"prompt": ids, "trim": trim})
+        answer = self._ask({"prompt": ids, "trim": trim, "chunk": chunk})
         if answer is not None:
             return answer
         code = self._process.wait()
@@ -116,61 +120,67 @@ def ours(folder: str, threads: int, longest: int, logs: str) -> Iterator[RankPoo
         pool.run(1, _RANK + "close_engines")
 
 
+@dataclass(frozen=True)
+class Side:
+    """Who prefills, and how many tokens a call (None: the prompt in one)."""
+
+    engine: str
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.engine}, {self.chunk:,} a call" if self.chunk else self.engine
+
+
 def compare(
     pool: RankPool,
     theirs: HuggingFace,
     vocab: int,
     length: int,
     repeats: int,
+    chunks: Sequence[int | None],
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Both sides' entries of `runs` for one length: a round that does not count, then `repeats` that do."""
-    samples: dict[str, list[Sample]] = {OURS: [], THEIRS: []}
-    reason = None
+    """Every side's entry of `runs` for one length: a round that does not count, then `repeats` that do."""
+    sides = [Side(OURS), *(Side(THEIRS, chunk) for chunk in chunks if chunk is None or chunk < length)]
+    samples: dict[Side, list[Sample]] = {side: [] for side in sides}
     for repeat in range(repeats + 1):
         ids = prompt(vocab, length, 1000 * length + repeat)
-        for side in (list(samples)[i] for i in turns(2, repeat)):
-            if side == THEIRS and reason:
+        for side in (sides[i] for i in turns(len(sides), repeat)):
+            if samples[side] and "error" in samples[side][-1]:
                 continue
             progress.begin(f"{length} tokens, {side}")
-            if side == OURS:
+            if side.engine == OURS:
                 given = {"label": OURS, "prompt": ids, "trim": repeat == 0}
                 sample = pool.run(1, _RANK + "prefill", given, ENGINE_ENV)[0]
             else:
-                sample = theirs.prefill(ids, trim=repeat == 0)
-                reason = sample.get("error")
-            took = reason if side == THEIRS and reason else f"{sample['wall_s']:.3f} s"
+                sample = theirs.prefill(ids, repeat == 0, side.chunk)
+            took = sample.get("error") or f"{sample['wall_s']:.3f} s"
             progress.done(length, f"{length} tokens, {side}, {repeat or 'warm-up'}: {took}")
             samples[side].append(sample)
-    return entries(length, samples, reason)
+    return [_entry(side, length, given, samples[sides[0]]) for side, given in samples.items()]
 
 
-def entries(length: int, samples: dict[str, list[Sample]], reason: str | None) -> list[dict[str, Any]]:
-    """`runs` of one length from all samples, the first of each side being the warm-up."""
-    found = []
-    for side, given in samples.items():
-        counted = [[one] for one in given[1:] if "error" not in one]
-        entry: dict[str, Any] = {"engine": side}
-        if side == THEIRS and reason:
-            figures = ("wall_s", "wall_s_min", "wall_s_max", "cpu_s_max_rank", "peak_bytes")
-            entry |= {"prompt": length, **dict.fromkeys(figures), "reason": reason}
-        else:
-            peaks = [given[0]["peak_bytes"]]
-            entry |= summarise(Configuration("off"), 1, length, counted, peaks)
-        found.append(entry)
-    if not reason:
-        pairs = [(a["token"], b["token"]) for a, b in zip(samples[OURS], samples[THEIRS])]
-        agreement = {"tokens": len(pairs), "tokens_agree": sum(a == b for a, b in pairs)}
-        found = [entry | agreement for entry in found]
-    return found
+def _entry(side: Side, length: int, given: list[Sample], ours: list[Sample]) -> dict[str, Any]:
+    """An entry of `runs` from a side's samples, the first being the warm-up."""
+    entry: dict[str, Any] = {"engine": side.engine, "chunk": side.chunk}
+    if reason := given[-1].get("error"):
+        figures = ("wall_s", "wall_s_min", "wall_s_max", "cpu_s_max_rank", "peak_bytes")
+        return entry | {"prompt": length, **dict.fromkeys(figures), "reason": reason}
+    counted = [[one] for one in given[1:]]
+    entry |= summarise(Configuration("off"), 1, length, counted, [given[0]["peak_bytes"]])
+    if side.engine == THEIRS:
+        entry["tokens"] = len(given)
+        entry["tokens_agree"] = sum(a["token"] == b["token"] for a, b in zip(given, ours))
+    return entry
 
 
 def speedups(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """transformers' seconds over ours per length, null where it has none."""
+    """transformers' seconds over ours per length and chunk, null where it has none."""
+    ours = {run["prompt"]: run for run in runs if run["engine"] == OURS}
     found = []
-    for mine in (run for run in runs if run["engine"] == OURS):
-        other = next(r for r in runs if r["engine"] == THEIRS and r["prompt"] == mine["prompt"])
-        row: dict[str, Any] = {"prompt": mine["prompt"], "wall": None, "cpu": None}
+    for other in (run for run in runs if run["engine"] == THEIRS):
+        mine = ours[other["prompt"]]
+        row: dict[str, Any] = {"prompt": mine["prompt"], "chunk": other["chunk"], "wall": None, "cpu": None}
         if other["wall_s"] is not None:
             row["wall"] = other["wall_s"] / mine["wall_s"]
             row["cpu"] = other["cpu_s_max_rank"] / mine["cpu_s_max_rank"]
@@ -180,16 +190,19 @@ def speedups(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(report: dict[str, Any]) -> str:
     """The report for people."""
-    lines = [f"{'prompt':>7}  {'ours s':>8}  {'transformers s':>14}  {'times':>6}  first token"]
-    runs = {(r["engine"], r["prompt"]): r for r in report["runs"]}
+    lines = [
+        f"{'prompt':>7}  {'ours s':>8}  {'transformers s':>14}  {'a call':>6}  {'times':>6}  first token"
+    ]
+    runs = {(r["engine"], r["chunk"], r["prompt"]): r for r in report["runs"]}
     for row in report["speedup"]:
-        mine, other = (runs[side, row["prompt"]] for side in (OURS, THEIRS))
+        mine, other = runs[OURS, None, row["prompt"]], runs[THEIRS, row["chunk"], row["prompt"]]
         start = f"{row['prompt']:>7}  {mine['wall_s']:>8.3f}"
+        call = row["chunk"] or "all"
         if row["wall"] is None:
-            lines.append(f"{start}  {other['reason']}")
+            lines.append(f"{start}  {'-':>14}  {call:>6}  {'-':>6}  {other['reason']}")
         else:
-            agree = f"same for {mine['tokens_agree']} of {mine['tokens']} prompts"
-            lines.append(f"{start}  {other['wall_s']:>14.3f}  {row['wall']:>6.2f}  {agree}")
+            agree = f"same for {other['tokens_agree']} of {other['tokens']} prompts"
+            lines.append(f"{start}  {other['wall_s']:>14.3f}  {call:>6}  {row['wall']:>6.2f}  {agree}")
     return "\n".join(lines)
 
 
@@ -197,12 +210,13 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     """The whole comparison; `--json` is brought up to date after every length."""
     here = machine()
     threads = args.threads or here["cores"]
+    chunks = [None, *args.hf_chunk]
     with (
         tempfile.TemporaryDirectory(prefix="sfa-cp-hf-") as logs,
         checkpoint(args.model, "float32") as (folder, shape),
         ours(folder, threads, max(args.prompt), logs) as pool,
         contextlib.closing(HuggingFace(args.hf_python, folder, threads, Path(logs, "hf.log"))) as theirs,
-        Progress(float(2 * (args.repeats + 1) * sum(args.prompt))) as progress,
+        Progress(float((len(chunks) + 1) * (args.repeats + 1) * sum(args.prompt))) as progress,
     ):
         report: dict[str, Any] = {
             "what": "hf",
@@ -213,7 +227,7 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
             "speedup": [],
         }
         for length in sorted(args.prompt):  # the one that may be too long comes last
-            report["runs"] += compare(pool, theirs, shape.vocab_size, length, args.repeats, progress)
+            report["runs"] += compare(pool, theirs, shape.vocab_size, length, args.repeats, chunks, progress)
             report["speedup"] = speedups(report["runs"])
             if args.json:
                 write(args.json, report)
@@ -227,7 +241,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--hf-python", type=Path, help="interpreter that has transformers 5.24.0")
     parser.add_argument("--model", default="dsv32-128k/64", help="checkpoint (one file) or a named shape")
-    parser.add_argument("--prompt", type=numbers, default=(1024, 2048, 4096, 8192), metavar="S,..")
+    parser.add_argument("--prompt", type=numbers, default=(1024, 4096, 8192), metavar="S,..")
+    parser.add_argument(
+        "--hf-chunk",
+        type=numbers,
+        default=(1024,),
+        metavar="N,..",
+        help="tokens a call of transformers, beside the whole prompt in one (default: 1024)",
+    )
     parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--threads", type=positive, help="of either side (default: all cores)")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -1,7 +1,8 @@
 """The transformers side of bench_hf.py: keeps one model and prefills on request, one JSON line for another.
 
 Runs in an environment with torch and transformers 5.24.0, where neither vLLM nor this repository is installed.
-stdin: first {"checkpoint", "threads", "memory_bytes"}, then {"prompt": [token ids], "trim": bool} a line.
+stdin: first {"checkpoint", "threads", "memory_bytes"}, then {"prompt": [token ids], "trim": bool, "chunk": tokens
+or null} a line.
 stdout: first {"transformers", "torch", "attention", "threads"}, then a line per prompt: `rank_engines.measure`'s
 figures and `token`, or {"error": what torch said} where the memory did not suffice.
 """
@@ -19,14 +20,18 @@ from make_golden import reference_model
 from vllm_sfa_cp.rank_engines import measure  # make_golden puts overlay/ on the path
 
 
-def prefill(model: Any, prompt: list[int], trim: bool) -> dict[str, Any]:
-    """Figures and first token; the cache is filled, as it would be for the tokens to come."""
+def prefill(model: Any, prompt: list[int], trim: bool, chunk: int | None) -> dict[str, Any]:
+    """Figures and first token; the cache is filled, as it would be for the tokens to come. `chunk`: tokens per
+    call, each call seeing the cache of those before; None: all in one."""
     ids = torch.tensor([prompt])
     tokens: list[int] = []
 
     def run() -> None:
-        with torch.inference_mode():
-            output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        cache = None
+        for piece in ids.split(chunk or len(prompt), dim=1):
+            with torch.inference_mode():
+                output = model(input_ids=piece, cache=cache, use_cache=True, logits_to_keep=1)
+            cache = output.cache
         tokens.append(int(output.logits[0, -1].argmax()))
 
     try:

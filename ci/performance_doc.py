@@ -240,31 +240,35 @@ def _transformers(reports: Reports) -> list[str]:
     report = reports.found.get("hf")
     if not report:
         return []
-    runs = {(r["engine"], r["prompt"]): r for r in report["runs"]}
-    rows = []
+    runs = {(r["engine"], r["chunk"], r["prompt"]): r for r in report["runs"]}
+    rows, failures = [], []
     for row in report["speedup"]:
-        mine, other = (runs[side, row["prompt"]] for side in (OURS, THEIRS))
-        agree = f"{mine['tokens_agree']} of {mine['tokens']}" if "tokens" in mine else "-"
+        mine, other = runs[OURS, None, row["prompt"]], runs[THEIRS, row["chunk"], row["prompt"]]
+        if reason := other.get("reason"):
+            failures += ["", f"{row['prompt']:,} tokens, {row['chunk'] or 'all'} a call: {reason}"]
         rows.append(
             [
                 f"{row['prompt']:,}",
                 *(_figure(mine["wall_s"]), _range(mine)),
-                *([_figure(other["wall_s"]), _range(other)] if other["wall_s"] else [other["reason"], "-"]),
+                f"{row['chunk']:,}" if row["chunk"] else "all",
+                *((_figure(other["wall_s"]), _range(other)) if not reason else ("no memory", "-")),
                 *(_times(row[key]) for key in ("wall", "cpu")),
                 *(_figure(run["peak_bytes"], 1e-6) for run in (mine, other)),
-                agree,
+                "-" if reason else f"{other['tokens_agree']} of {other['tokens']}",
             ]
         )
     about = report["transformers"]
-    header = ["prompt", "ours s", "min .. max", "transformers s", "min .. max", "wall x", "CPU x"]
+    header = ["prompt", "ours s", "min .. max", "tokens a call", "theirs s", "min .. max", "wall x", "CPU x"]
     return [
         "## Against Hugging Face transformers",
         "",
         "Prefill in one process each, float32, the same cores, weights and prompts, in turn: this engine at one rank",
         f"(mode `off`); transformers {about['transformers']} with its default attention ({about['attention']}),",
-        "cache on, logits of the last position. Peak is memory beyond weights.",
+        "cache on, logits of the last position. Peak is memory beyond weights. Its attention holds a matrix",
+        "of heads x tokens x keys; `tokens a call` says how many it got at once, each call seeing the cache so far.",
         "",
         *_table([*header, "peak MB, ours", "peak MB, transformers", "same first token"], rows),
+        *failures,
     ]
 
 
@@ -338,7 +342,8 @@ def pictures(reports: Reports) -> list[Picture]:
     series: dict[str, list[tuple[float, float]]] = {}
     for run in reports.runs("hf"):
         if run["wall_s"] is not None:
-            series.setdefault(run["engine"], []).append((run["prompt"], run["wall_s"]))
+            name = f"{run['engine']}, {run['chunk']:,} a call" if run["chunk"] else run["engine"]
+            series.setdefault(name, []).append((run["prompt"], run["wall_s"]))
     if series:
 
         def lines(out: Path, note: str) -> None:

@@ -1,6 +1,7 @@
 """ci/bench_hf.py without either engine: what a length that does not fit looks like, and who is asked for what."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,15 +36,15 @@ class Sides:
         self.asked.append((OURS, tuple(kwargs["prompt"])))
         return [sample(1.0)]
 
-    def prefill(self, ids, trim):
-        self.asked.append((THEIRS, tuple(ids)))
+    def prefill(self, ids, trim, chunk):
+        self.asked.append((THEIRS if chunk is None else chunk, tuple(ids)))
         return self.theirs.pop(0)
 
 
-def compare(theirs, repeats=2):
+def compare(theirs, repeats=2, chunks=(None,)):
     sides = Sides(theirs)
     with Progress(1.0) as progress:
-        return sides, bench_hf.compare(sides, sides, 512, 64, repeats, progress)
+        return sides, bench_hf.compare(sides, sides, 512, 64, repeats, chunks, progress)
 
 
 def test_both_sides_take_turns_with_the_same_fresh_prompts():
@@ -57,8 +58,8 @@ def test_both_sides_take_turns_with_the_same_fresh_prompts():
         3.0,
         4.0,
     )  # without the warm-up
-    assert (mine["tokens"], mine["tokens_agree"]) == (3, 2)
-    assert bench_hf.speedups([mine, other]) == [{"prompt": 64, "wall": 3.5, "cpu": 3.5}]
+    assert (other["tokens"], other["tokens_agree"]) == (3, 2)
+    assert bench_hf.speedups([mine, other]) == [{"prompt": 64, "chunk": None, "wall": 3.5, "cpu": 3.5}]
 
 
 @pytest.mark.parametrize("fits", [0, 1])
@@ -70,8 +71,19 @@ def test_a_length_without_memory_is_null_with_the_reason(fits):
     assert other["wall_s"] is None
     assert other["reason"] == "can't allocate memory"
     gains = bench_hf.speedups(runs)
-    assert gains == [{"prompt": 64, "wall": None, "cpu": None}]
+    assert gains == [{"prompt": 64, "chunk": None, "wall": None, "cpu": None}]
     assert "can't allocate memory" in bench_hf.table({"runs": runs, "speedup": gains})
+
+
+def test_what_does_not_fit_in_one_call_is_measured_in_chunks():
+    """A chunk as long as the prompt would be the same call again."""
+    sides, runs = compare([{"error": "no memory"}, *[sample(2.0)] * 3], chunks=(None, 16, 64))
+    assert Counter(side for side, _ in sides.asked) == {OURS: 3, 16: 3, THEIRS: 1}
+    gains = bench_hf.speedups(runs)
+    assert [(row["chunk"], row["wall"]) for row in gains] == [(None, None), (16, 2.0)]
+    text = bench_hf.table({"runs": runs, "speedup": gains})
+    assert "no memory" in text
+    assert "same for 3 of 3 prompts" in text
 
 
 def test_a_missing_environment_is_asked_for_with_its_recipe(capsys):
