@@ -131,6 +131,11 @@ class Side:
         return f"{self.engine}, {self.chunk:,} a call" if self.chunk else self.engine
 
 
+def sides_of(length: int, chunks: Sequence[int | None]) -> list[Side]:
+    """Ours first; a chunk as long as the prompt would be the whole prompt again."""
+    return [Side(OURS), *(Side(THEIRS, chunk) for chunk in chunks if chunk is None or chunk < length)]
+
+
 def compare(
     pool: RankPool,
     theirs: HuggingFace,
@@ -141,7 +146,7 @@ def compare(
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Every side's entry of `runs` for one length: a round that does not count, then `repeats` that do."""
-    sides = [Side(OURS), *(Side(THEIRS, chunk) for chunk in chunks if chunk is None or chunk < length)]
+    sides = sides_of(length, chunks)
     samples: dict[Side, list[Sample]] = {side: [] for side in sides}
     for repeat in range(repeats + 1):
         ids = prompt(vocab, length, 1000 * length + repeat)
@@ -211,12 +216,13 @@ def measure_all(args: argparse.Namespace) -> dict[str, Any]:
     here = machine()
     threads = args.threads or here["cores"]
     chunks = [None, *args.hf_chunk]
+    work = sum(length * len(sides_of(length, chunks)) for length in args.prompt)
     with (
         tempfile.TemporaryDirectory(prefix="sfa-cp-hf-") as logs,
         checkpoint(args.model, "float32") as (folder, shape),
         ours(folder, threads, max(args.prompt), logs) as pool,
         contextlib.closing(HuggingFace(args.hf_python, folder, threads, Path(logs, "hf.log"))) as theirs,
-        Progress(float((len(chunks) + 1) * (args.repeats + 1) * sum(args.prompt))) as progress,
+        Progress(float(work * (args.repeats + 1))) as progress,
     ):
         report: dict[str, Any] = {
             "what": "hf",

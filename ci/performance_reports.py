@@ -10,8 +10,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "overlay"))
 
 from vllm_sfa_cp.bench_report import Configuration, configuration_of, speedups
+from vllm_sfa_cp.device_profile import DeviceProfile
 from vllm_sfa_cp.errors import UserError
-from vllm_sfa_cp.planner import BUILT_IN, DeviceProfile, ModelShape
+from vllm_sfa_cp.planner import BUILT_IN, ModelShape
 
 MODEL = "dsv32-128k/64"
 DEFAULT = Configuration("sfa-cp", "gather", "balanced")

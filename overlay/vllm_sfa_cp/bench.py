@@ -23,9 +23,10 @@ from typing import Any, Literal
 from .bench_report import Configuration, configuration_of, machine, speedups, summarise, turns
 from .cli_plan import load_model
 from .config import ENV_FLASHCOMM1
+from .device_profile import DeviceProfile
 from .errors import UserError
 from .launch import RankError, RankPool
-from .planner import DeviceProfile, ModelShape, memory, step_flops
+from .planner import ModelShape, memory, step_flops
 from .progress import Progress
 from .shapes import SHAPES, load_shape
 

@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .planner import DeviceProfile, Mode, ModelShape, ideal_speedup, predict
+from .device_profile import DeviceProfile
+from .planner import Mode, ModelShape, ideal_speedup, predict
 
 MODES = ("off", "flashcomm1", "sfa-cp")
 SOURCES = ("replicate", "broadcast", "gather")

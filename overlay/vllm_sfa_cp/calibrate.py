@@ -1,18 +1,21 @@
 """`vllm-sfa-cp bench calibrate`: this machine's achieved rates, as the planner's device profile.
 
-The layers of real single-rank engines are timed part by part: once with the model itself, and for every n with
-the model that one of n tensor-parallel ranks computes (1/n of the heads and of the MLP's width). Parts contain
-the element-wise work beside their matrix products, which is why the planner need not count it. No mode is timed
-here: how many rows and heads a rank has in which mode is the planner's arithmetic, and its prediction a
-prediction. As many engines run at once as the machine has cores, since that is how it will be used.
+The layers of real single-rank engines are timed part by part, at several prompt lengths: with the model itself, and
+for every n with the model that one of n tensor-parallel ranks computes (1/n of the heads and of the MLP's width).
+Parts contain the element-wise work beside their matrix products, which is why the planner need not count it. No mode
+is timed here, and no engine of several ranks: how many rows and heads a rank has in which mode is the planner's
+arithmetic, and its prediction a prediction.
 
+For n ranks, n processes run at once: ranks that share cores and caches slow each other down, whatever the mode. Of a
+prompt of S tokens a rank computes S rows of its share of the heads, or S/n rows of all heads: those are the lengths,
+and the two models take turns.
 Rates are per CPU second of one thread. Ranks that share cores take n / cores times longer, in every mode.
 """
 
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +23,21 @@ from typing import Any
 from .bench import ENGINE_ENV, checkpoint
 from .bench_report import machine
 from .cli_plan import load_model
+from .device_profile import ATTENTION_SIDE, PARTS, REPEATED
 from .errors import UserError
 from .launch import RankError, RankPool
-from .planner import PARTS, REPEATED, ModelShape, step_flops
+from .planner import ModelShape, step_flops
 from .progress import Progress
 from .shapes import SHAPES, load_shape
 
-SHORT = 16  # tokens of the run that shows what does not grow with the prompt
+SHORT = 16  # tokens of the run that shows what a step takes whatever its length
 #: Keys of a config that a tensor-parallel rank has 1/n of.
 _CUT = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
 _RANK = "vllm_sfa_cp.rank_calibration:"
+
+
+#: CPU seconds by part, for each number of tokens, and the model that took them.
+Timed = tuple[ModelShape, dict[int, dict[str, float]]]
 
 
 def rank_shape(shape: ModelShape, size: int) -> ModelShape:
@@ -40,90 +48,110 @@ def rank_shape(shape: ModelShape, size: int) -> ModelShape:
 
 
 def calibrate(
-    model: str,
-    dtype: str,
-    ranks: Sequence[int],
-    prompt: int,
-    repeats: int,
-    processes: int | None = None,
-    limit_s: float = 3600,
+    model: str, dtype: str, ranks: Sequence[int], prompts: Sequence[int], repeats: int, limit_s: float = 3600
 ) -> dict[str, Any]:
-    """Measure and return a device profile (`planner.DeviceProfile`). UserError: an engine failed."""
+    """Measure and return a device profile (`device_profile.DeviceProfile`). UserError: an engine failed."""
     shape = replace(load_model(model), dtype_bytes=4 if dtype == "float32" else 2)
-    sizes = [1, *(n for n in sorted(set(ranks)) if n > 1)]
-    shapes = {size: rank_shape(shape, size) for size in sizes}
-    count = processes or machine()["cores"] or 1
-    largest = max(sizes)
+    sizes = [n for n in sorted(set(ranks)) if n > 1]
+    cuts = {size: rank_shape(shape, size) for size in sizes}
+    largest = max(sizes, default=2)
+    alone = min(machine()["cores"] or 1, largest)
+    full = sorted({SHORT, *prompts})
+    # Ranks, engines at once, models that each of them computes in turn, and their lengths.
+    runs = [(1, alone, [(shape, full)])]
+    for size in sizes:
+        rows = sorted({SHORT, *(max(1, length // size) for length in prompts)})
+        runs.append((size, size, [(shape, rows), (cuts[size], full)]))
+    work = [count * sum(sum(lengths) for _, lengths in models) for _, count, models in runs]
     with (
         tempfile.TemporaryDirectory(prefix="sfa-cp-calibrate-") as logs,
-        RankPool(max(count, largest if largest > 1 else 2), logs, limit_s) as pool,
-        Progress(float(len(sizes) + 1)) as progress,
+        RankPool(largest, logs, limit_s) as pool,
+        ExitStack() as stack,
+        Progress(float(sum(work))) as progress,
     ):
+        folders = {
+            cut: stack.enter_context(_checkpoint(model, cut, dtype, whole=cut is shape))
+            for cut in (shape, *cuts.values())
+        }
         try:
-            seconds: dict[int, list[dict[str, float]]] = {}
-            for size, cut in shapes.items():
-                progress.begin(f"one rank of {size}")
-                with _checkpoint(model, cut, dtype, size) as folder:
-                    kwargs = {
-                        "model": folder,
-                        "dtype": dtype,
-                        "lengths": [SHORT, prompt],
-                        "vocab": shape.vocab_size,
-                        "repeats": repeats,
-                    }
-                    found = pool.run(count, _RANK + "parts", kwargs, ENGINE_ENV)
-                seconds[size] = [_mean([one[i] for one in found]) for i in range(2)]
-                progress.done(1, f"one rank of {size}: {seconds[size][1]['total']:.2f} s for {prompt} tokens")
-            progress.begin("collectives")
-            width = {"rows": prompt, "width": shape.hidden_size, "dtype": dtype, "repeats": 10}
-            moved = _mean(pool.run(max(largest, 2), _RANK + "collectives", width))
-            read = statistics.fmean(pool.run(count, _RANK + "bandwidth"))
-            progress.done(1, "collectives and memory")
+            found: list[list[Timed]] = []
+            for (size, count, models), share in zip(runs, work):
+                progress.begin(f"{size} ranks")
+                kwargs = {
+                    "models": [(folders[cut], lengths) for cut, lengths in models],
+                    "dtype": dtype,
+                    "vocab": shape.vocab_size,
+                    "repeats": repeats,
+                }
+                each = pool.run(count, _RANK + "parts", kwargs, ENGINE_ENV)
+                means = [
+                    {length: _mean([rank[i][length] for rank in each]) for length in lengths}
+                    for i, (_, lengths) in enumerate(models)
+                ]
+                found.append([(cut, times) for (cut, _), times in zip(models, means)])
+                took = (f"{times[max(times)]['total']:.2f} s for {max(times):,} tokens" for times in means)
+                progress.done(share, f"{size} ranks, CPU seconds of each: {', '.join(took)}")
+            width = {"rows": max(prompts), "width": shape.hidden_size, "dtype": dtype, "repeats": 10}
+            moved = _mean(pool.run(largest, _RANK + "collectives", width))
+            read = statistics.fmean(pool.run(alone, _RANK + "bandwidth"))
         except RankError as err:
             raise UserError(f"calibration failed: {str(err).strip().splitlines()[-1]}", str(err)) from err
-    size = max(largest, 2)
-    amount = 3 * (size - 1) / size * (prompt // size * size) * shape.hidden_size * shape.dtype_bytes
-    return profile(shapes, seconds, prompt) | {
+    rank_rows = max(prompts) // largest
+    amount = 3 * (largest - 1) * rank_rows * shape.hidden_size * shape.dtype_bytes
+    return profile(found[0][0], {size: tuple(pair) for size, pair in zip(sizes, found[1:])}) | {
         "name": f"{machine()['cpu']}, {dtype}",
         "memory_bandwidth": read,
         "link_bandwidth": amount / max(1e-9, moved["all_reduce"] + moved["all_gather"] - 2 * moved["tiny"]),
         "latency": moved["tiny"],
+        "overlap": 0.0,  # the ranks' own cores move the bytes
     }
 
 
-def profile(
-    shapes: dict[int, ModelShape], seconds: dict[int, list[dict[str, float]]], prompt: int
-) -> dict[str, Any]:
-    """The profile's rates and overheads from CPU seconds by part, [of SHORT tokens, of `prompt` tokens] per number
-    of ranks (1 among them)."""
-    rates: dict[int, dict[str, float]] = {}
-    for size, shape in shapes.items():
-        short, long = (_split(shape, times) for times in seconds[size])
-        # Work beside the parts that grows with the rows is the residual stream's, repeated like qkv_a.
-        long["qkv_a"] += max(0.0, long["rest"] - short["rest"])
-        work, less = step_flops(shape, prompt), step_flops(shape, SHORT)
-        rates[size] = {
-            part: (work[part] - less[part]) / took
-            for part in PARTS
-            if part != "lm_head" and (took := long.get(part, 0.0) - short.get(part, 0.0)) > 0
+def profile(alone: Timed, shared: dict[int, tuple[Timed, ...]]) -> dict[str, Any]:
+    """The profile's rates and overheads from what the model takes alone and, for numbers of ranks, what they take
+    at once: with all heads, and with a rank's share of heads and width."""
+    shape, times = alone
+    longest, short = times[max(times)], times[min(times)]
+    undivided = (*REPEATED, "router")  # a rank's share of the model has the whole of them
+    whole, shard = {}, {}
+    for size, (every, share) in shared.items():
+        rows, cut = _rates(every), _rates(share)
+        whole[str(size)] = {
+            part: _sorted(table | (cut[part] if part in undivided else {}))
+            for part, table in rows.items()
+            if part in (*ATTENTION_SIDE, "router")
         }
-    short, long = seconds[1]
-    cut = [part for part in PARTS if part not in (*REPEATED, "router", "lm_head")]
+        shard[str(size)] = {part: table for part, table in cut.items() if part not in undivided}
     timed = sum(v for k, v in short.items() if k != "total")
-    layers = shapes[1].num_hidden_layers
     return {
         "flops": {
-            "default": sum(step_flops(shapes[1], prompt).values()) / long["total"],
-            **{part: _round(rate) for part, rate in rates[1].items()},
+            "default": _round(sum(step_flops(shape, max(times)).values()) / longest["total"]),
+            **_rates(alone),
         },
-        "shard_flops": {
-            str(size): {part: _round(rates[size][part]) for part in cut if part in rates[size]}
-            for size in shapes
-            if size > 1
-        },
+        "shard_flops": shard,
+        "whole_flops": whole,
         "step_overhead": max(0.0, short["total"] - timed),
-        "layer_overhead": short.get("rest", 0.0) / layers,
+        "layer_overhead": short.get("rest", 0.0) / shape.num_hidden_layers,
     }
+
+
+def _rates(timed: Timed) -> dict[str, dict[str, float]]:
+    """FLOP/s by part and number of tokens."""
+    shape, times = timed
+    fixed = times[min(times)].get("rest", 0.0)
+    found: dict[str, dict[str, float]] = {}
+    for tokens, given in sorted(times.items()):
+        taken, work = _split(shape, given), step_flops(shape, tokens)
+        # Work beside the parts that grows with the rows is the residual stream's, repeated like qkv_a.
+        taken["qkv_a"] = taken.get("qkv_a", 0.0) + max(0.0, taken["rest"] - fixed)
+        for part in PARTS:
+            if part != "lm_head" and taken.get(part, 0.0) > 0 and work[part] > 0:
+                found.setdefault(part, {})[str(tokens)] = _round(work[part] / taken[part])
+    return found
+
+
+def _sorted(table: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(table.items(), key=lambda item: int(item[0])))
 
 
 def _split(shape: ModelShape, times: dict[str, float]) -> dict[str, float]:
@@ -146,9 +174,9 @@ def _round(rate: float) -> float:
 
 
 @contextmanager
-def _checkpoint(model: str, shape: ModelShape, dtype: str, size: int) -> Iterator[str]:
+def _checkpoint(model: str, shape: ModelShape, dtype: str, whole: bool) -> Iterator[str]:
     """Folder with the model's own weights, or with random ones of a rank's shape."""
-    if size == 1:
+    if whole:
         with checkpoint(model, dtype) as (folder, _):
             yield folder
         return

@@ -58,9 +58,10 @@ def add_bench_parser(subparsers: Any) -> None:
     sub = what.add_parser("calibrate", help="measure this machine's rates for `plan --device-profile`")
     _common(sub)
     sub.add_argument("--ranks", type=numbers, default=(2, 4, 8), metavar="N,..", help="default 2,4,8")
-    sub.add_argument("--prompt", type=positive, default=4096, metavar="S", help="default 4096")
+    sub.add_argument(
+        "--prompt", type=numbers, default=(1024, 4096, 8192), metavar="S,..", help="default 1024,4096,8192"
+    )
     sub.add_argument("--repeats", type=positive, default=3)
-    sub.add_argument("--processes", type=positive, help="measure in so many at once (default: the cores)")
     sub.add_argument("--limit", type=float, default=3600, metavar="S", help="seconds one engine may take")
     sub.add_argument("--json", metavar="FILE|-", default="-", help="write the profile (default stdout)")
 
@@ -169,9 +170,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     from .bench import write
     from .calibrate import calibrate
 
-    profile = calibrate(
-        args.model, args.dtype, args.ranks, args.prompt, args.repeats, args.processes, args.limit
-    )
+    profile = calibrate(args.model, args.dtype, args.ranks, args.prompt, args.repeats, args.limit)
     if args.json == "-":
         print(json.dumps(profile, indent=1))
     else:

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .device_profile import NOMINAL, DeviceProfile
 from .errors import UserError
 from .planner import (
     BUILT_IN,
-    NOMINAL,
-    DeviceProfile,
     ModelShape,
     Prediction,
     all_modes,

@@ -199,6 +199,7 @@ def planned_threshold(hf_config: str, config: SfaCpConfig, size: int) -> int:
     """Fewest tokens of a step from which on CP is no slower than TP shards, as the planner sees it for this model
     (its config as JSON) and the kind of device the kernels are for; 0 for a model that the planner cannot judge."""
     from vllm_sfa_cp import planner
+    from vllm_sfa_cp.device_profile import CPU_CORE, NOMINAL
     from vllm_sfa_cp.errors import UserError
 
     try:
@@ -206,7 +207,7 @@ def planned_threshold(hf_config: str, config: SfaCpConfig, size: int) -> int:
     except UserError:
         return 0
     mode = planner.Mode("sfa-cp", "gather", config.partition, config.prefetch_step, config.shared)
-    profile = planner.CPU_CORE if config.ops == "reference" else planner.NOMINAL
+    profile = CPU_CORE if config.ops == "reference" else NOMINAL
     found = planner.token_threshold(shape, mode, size, profile)
     return sys.maxsize if found is None else found
 

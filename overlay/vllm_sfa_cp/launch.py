@@ -16,7 +16,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_any
@@ -26,6 +26,8 @@ from .serving import free_port
 
 #: What every rank's process starts with: the engine in the process itself, one thread per rank, local links.
 RANK_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+EXIT_S = 10  # for the ranks of a pool to end by themselves
 
 
 class RankError(AssertionError):
@@ -65,6 +67,7 @@ class RankPool:
         self.size, self.log_dir, self.limit_s = size, log_dir, limit_s
         self._procs: list[Any] = []
         self._conns: list[Connection] = []
+        self._busy = False
 
     def __enter__(self) -> "RankPool":
         return self
@@ -95,11 +98,16 @@ class RankPool:
                 raise RankError(f"rank {rank} died while importing vLLM; see its log") from None
 
     def close(self) -> None:
-        """Stop every process, whatever it is doing."""
+        """Stop every process: one that waits for work ends by itself, one that does not is killed."""
+        for conn in self._conns if not self._busy else []:
+            with suppress(OSError):
+                conn.send(None)
+        deadline = time.monotonic() + (0 if self._busy else EXIT_S)
         for proc in self._procs:
+            proc.join(max(0.0, deadline - time.monotonic()))
             proc.kill()
             proc.join()
-        self._procs, self._conns = [], []
+        self._procs, self._conns, self._busy = [], [], False
 
     def run(
         self, ranks: int, target: str, kwargs: dict[str, Any] | None = None, env: dict[str, str] | None = None
@@ -117,11 +125,14 @@ class RankPool:
             "MASTER_PORT": str(free_port()),
             **(env or {}),
         }
+        self._busy = True
         for rank in range(ranks):
             self._conns[rank].send(
                 ({**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}, target, kwargs or {})
             )
-        return self._collect(ranks)
+        results = self._collect(ranks)
+        self._busy = False
+        return results
 
     def _collect(self, ranks: int) -> list[Any]:
         results: dict[int, Any] = {}

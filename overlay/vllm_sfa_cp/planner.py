@@ -11,12 +11,12 @@ SFA-CP divides everything by n. Its ideal speed-up over TP is (R + P/n) / ((R + 
 No torch, no vLLM.
 """
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from .device_profile import ATTENTION_SIDE, NOMINAL, REPEATED, DeviceProfile
 from .errors import UserError
 from .shapes import SHAPES, Param, parameters
 
@@ -47,9 +47,6 @@ DEEPSEEK_V32: dict[str, Any] = {
 }
 BUILT_IN: dict[str, dict[str, Any]] = {"deepseek-v3.2": DEEPSEEK_V32} | SHAPES
 
-# Work that a TP rank repeats for every token: projections that vLLM replicates, and the whole indexer.
-REPEATED = ("qkv_a", "indexer_proj", "indexer_scores")
-ATTENTION_SIDE = (*REPEATED, "q_b", "w_uk", "w_uv", "attention", "o")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FP8_BLOCK = 128
 
@@ -197,75 +194,6 @@ def all_modes(partition: str = "balanced", prefetch_step: int = 1) -> list[Mode]
     return [Mode("off"), Mode("flashcomm1"), *cp]
 
 
-@dataclass(frozen=True)
-class DeviceProfile:
-    """Achieved rates of one rank's device. Speed-ups depend on their ratios only.
-
-    flops:            FLOP/s by part of the layer (names of `step_flops`); "default" serves the others.
-    shard_flops:      the same where heads or columns are divided over so many ranks (a key such as "8"): narrow
-                      slices reach other rates. What it does not name has the rate of `flops`.
-    memory_bandwidth: byte/s at which weights are read; bounds steps of few tokens.
-    link_bandwidth:   byte/s a rank receives in a collective. latency: seconds per collective.
-    step_overhead:    seconds per engine step outside the layers. layer_overhead: seconds per layer and step.
-    memory:           bytes a rank may use, None if unknown.
-    """
-
-    name: str
-    flops: Mapping[str, float]
-    memory_bandwidth: float
-    link_bandwidth: float
-    latency: float
-    step_overhead: float = 0.0
-    layer_overhead: float = 0.0
-    memory: float | None = None
-    shard_flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    @classmethod
-    def from_dict(cls, given: Any, source: str) -> "DeviceProfile":
-        """Validate a JSON object with this class's fields. UserError names the field that is wrong."""
-        known = [f.name for f in fields(cls)]
-        hint = f"fields: {', '.join(known)}; flops maps parts or 'default' to FLOP/s"
-        if not isinstance(given, dict):
-            raise UserError(f"{source} is not a JSON object", hint, 2)
-        if unknown := sorted(set(given) - set(known)):
-            raise UserError(f"{source} has unknown fields: {', '.join(unknown)}", hint, 2)
-        for key in ("name", "flops", "memory_bandwidth", "link_bandwidth", "latency"):
-            if key not in given:
-                raise UserError(f"{source} lacks {key!r}", hint, 2)
-        shards = given.get("shard_flops", {})
-        if not isinstance(shards, dict) or not all(map(str.isdecimal, shards)):
-            raise UserError(f"{source}: shard_flops must map numbers of ranks to rates", hint, 2)
-        if not isinstance(given["flops"], dict) or "default" not in given["flops"]:
-            raise UserError(f"{source}: flops must map 'default' and parts to positive FLOP/s", hint, 2)
-        for rates in (given["flops"], *shards.values()):
-            if not isinstance(rates, dict) or not all(map(_positive, rates.values())):
-                raise UserError(f"{source}: flops must map 'default' and parts to positive FLOP/s", hint, 2)
-            if unknown := sorted(set(rates) - {"default", *PARTS}):
-                raise UserError(
-                    f"{source}: flops has unknown parts: {', '.join(unknown)}", ", ".join(PARTS), 2
-                )
-        for key in set(given) - {"name", "flops", "shard_flops"}:
-            value = given[key]
-            optional = key in ("memory", "step_overhead", "layer_overhead", "latency")
-            if not (_positive(value) or (optional and value in (0, None))):
-                raise UserError(f"{source}: {key} must be a positive number, not {value!r}", hint, 2)
-        return cls(**given)
-
-    def rate(self, part: str, shards: int = 1) -> float:
-        """FLOP/s of a part that is divided over `shards` ranks."""
-        whole = self.flops.get(part, self.flops["default"])
-        return self.shard_flops.get(str(shards), {}).get(part, whole)
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-NOMINAL = DeviceProfile("nominal accelerator", {"default": 1e14}, 1e12, 1e11, 2e-5)
-# A rank that has one core to itself and talks to its neighbours over gloo on the same machine.
-CPU_CORE = DeviceProfile("one CPU core", {"default": 4e10}, 1e10, 2e9, 1e-4)
-
-
 def _triangle(first: int, last: int) -> int:
     """Sum of first + 1 .. last: keys visible to the tokens at these positions."""
     return (last * (last + 1) - first * (first + 1)) // 2
@@ -289,9 +217,6 @@ def step_flops(shape: ModelShape, tokens: int, context: int = 0) -> dict[str, fl
     work["attention"] = layers * shape.attention_flops * _selected(context, last, shape.index_topk)
     work["lm_head"] = 2 * shape.hidden_size * shape.vocab_size
     return work
-
-
-PARTS = (*ATTENTION_SIDE, "dense_mlp", "router", "experts", "lm_head")
 
 
 def rank_flops(shape: ModelShape, mode: Mode, size: int, tokens: int, context: int = 0) -> dict[str, float]:
@@ -426,7 +351,8 @@ def predict(
     """Cost of one prompt of `prompt` tokens after `context` cached ones, in steps of at most `chunk` tokens.
 
     Parts run one after another; each takes the longer of its FLOPs and of reading its weights. Full weights
-    are fetched beside a layer's work (prefetch_step 0: before it); what does not fit beside it is waited for.
+    are fetched beside a layer's work (prefetch_step 0: before it), as far as the device's link moves bytes by
+    itself (`overlap`); what does not fit beside it is waited for.
     """
     chunk = min(chunk or prompt, prompt)
     flops: dict[str, float] = {}
@@ -436,14 +362,18 @@ def predict(
         tokens = min(chunk, prompt - begin)
         work = rank_flops(shape, mode, size, tokens, context + begin)
         traffic = collectives(shape, mode, size, tokens)
-        compute = sum(_seconds(shape, mode, size, tokens, part, w, profile) for part, w in work.items())
+        seen = context + begin + tokens
+        compute = sum(_seconds(shape, mode, size, tokens, seen, part, w, profile) for part, w in work.items())
         times = {
             kind: amount / profile.link_bandwidth + traffic.count[kind] * profile.latency
             for kind, amount in traffic.bytes.items()
         }
-        fetch = times.pop("weights", 0.0)
+        beside = times.pop("weights", 0.0)
+        if mode.prefetch_step:
+            times["weights"] = (1 - profile.overlap) * beside
+            beside *= profile.overlap
         busy = compute + sum(times.values())
-        wait = fetch if mode.prefetch_step == 0 else max(0.0, fetch - busy)
+        wait = beside if mode.prefetch_step == 0 else max(0.0, beside - busy)
         totals = (totals[0] + compute, totals[1] + busy - compute, totals[2] + wait)
         _add(flops, work)
         _add(moved, traffic.bytes)
@@ -457,8 +387,16 @@ _WEIGHTS_READ = {"indexer_proj": "indexer", "w_uk": "kv_b", "w_uv": "kv_b", "lm_
 
 
 def _seconds(
-    shape: ModelShape, mode: Mode, size: int, tokens: int, part: str, work: float, profile: DeviceProfile
+    shape: ModelShape,
+    mode: Mode,
+    size: int,
+    tokens: int,
+    seen: int,
+    part: str,
+    work: float,
+    profile: DeviceProfile,
 ) -> float:
+    """Seconds of `part` in a step of `tokens` tokens, the last of which sees `seen` keys."""
     group = _WEIGHTS_READ.get(part, part)
     read = float(shape.weight_bytes.get(group, 0))
     if group in ("kv_b", "embedding"):
@@ -468,7 +406,14 @@ def _seconds(
         read /= size
     if group == "experts":  # share of the experts that at least one token chose
         read *= 1 - (1 - shape.num_experts_per_tok / shape.n_routed_experts) ** tokens
-    return max(work / profile.rate(part, 1 if whole else size), read / profile.memory_bandwidth)
+    rows = -(-tokens // size) if mode.name == "sfa-cp" and part in ATTENTION_SIDE else tokens
+    if part in (
+        "indexer_scores",
+        "attention",
+    ):  # their work grows with the keys that a row sees, not with rows only
+        rows = seen
+    rate = profile.rate(part, rows, size, shard=not whole)
+    return max(work / rate, read / profile.memory_bandwidth)
 
 
 def _add(total: dict[str, float], more: Mapping[str, float]) -> None:

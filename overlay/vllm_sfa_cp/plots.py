@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from .bench_report import Configuration, configuration_of, predicted
+from .device_profile import DeviceProfile
 from .errors import UserError
-from .planner import DeviceProfile, ModelShape, ideal_speedup
+from .planner import ModelShape, ideal_speedup
 
 
 def require_matplotlib() -> None:

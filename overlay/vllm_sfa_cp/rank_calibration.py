@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any
 from unittest import mock
 
@@ -83,41 +84,50 @@ def _watch_model(timer: PartTimer, model: Any) -> None:
         timer.watch(module, "q_b")
 
 
-def parts(model: str, dtype: str, lengths: list[int], vocab: int, repeats: int) -> list[dict[str, Any]]:
-    """Build one single-rank engine and prefill; per length the fastest repeat's CPU seconds by part, and
-    `total` of the whole step. Each process is an engine of its own, whatever the others do."""
+def parts(
+    models: list[tuple[str, list[int]]], dtype: str, vocab: int, repeats: int
+) -> list[dict[int, dict[str, float]]]:
+    """Build single-rank engines of `models` (folder, prompt lengths) and let them prefill in turns, so that what
+    slows the machine slows all. Per model and length the median repeat's CPU seconds by part, and `total` of the
+    whole step. Each process has engines of its own, whatever the others do."""
     import random
 
     os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", MASTER_PORT=str(free_port()))
-    rank_engines.open_engine(
-        "calibrate",
-        model,
-        dtype=dtype,
-        max_model_len=max(lengths) + 1,
-        max_num_batched_tokens=max(lengths),
-        max_num_seqs=4,
-        num_gpu_blocks_override=-(-max(lengths) // 16) + 8,
-    )
     timer = PartTimer()
-    _watch_model(timer, rank_engines.model_of("calibrate"))
+    for i, (folder, lengths) in enumerate(models):
+        rank_engines.open_engine(
+            str(i),
+            folder,
+            dtype=dtype,
+            max_model_len=max(lengths) + 1,
+            max_num_batched_tokens=max(lengths),
+            max_num_seqs=4,
+            num_gpu_blocks_override=-(-max(lengths) // 16) + 8,
+        )
+        _watch_model(timer, rank_engines.model_of(str(i)))
     generator = random.Random(0)
-    found = []
+    runs: list[dict[int, list[dict[str, float]]]] = [{length: [] for length in each} for _, each in models]
     with ExitStack() as stack:
         ops = type(rank_engines.get_ops("reference"))
         for name, part in (("indexer_topk", "indexer_scores"), ("sparse_mla", "attention")):
             stack.enter_context(mock.patch.object(ops, name, timer.around(part, getattr(ops, name))))
         for name in ("write_latent", "write_indexer_key"):
             stack.enter_context(mock.patch.object(ops, name, timer.around("rest", getattr(ops, name))))
-        for length in lengths:
-            runs = []
-            for _ in range(repeats + 1):
-                timer.seconds.clear()
-                ids = [generator.randrange(2, vocab) for _ in range(length)]
-                sample = rank_engines.prefill("calibrate", ids)
-                runs.append({**timer.seconds, "total": sample["cpu_s"]})
-            found.append(min(runs[1:], key=lambda run: run["total"]))
+        for _ in range(repeats + 1):
+            for turn in zip_longest(*(lengths for _, lengths in models)):
+                for i, length in enumerate(turn):
+                    if length is None:
+                        continue
+                    timer.seconds.clear()
+                    ids = [generator.randrange(2, vocab) for _ in range(length)]
+                    sample = rank_engines.prefill(str(i), ids)
+                    runs[i][length].append({**timer.seconds, "total": sample["cpu_s"]})
     rank_engines.close_engines()
-    return found
+    return [{length: _median(given[1:]) for length, given in each.items()} for each in runs]
+
+
+def _median(runs: list[dict[str, float]]) -> dict[str, float]:
+    return sorted(runs, key=lambda run: run["total"])[len(runs) // 2]
 
 
 def collectives(rows: int, width: int, dtype: str, repeats: int) -> dict[str, float]:

@@ -4,8 +4,9 @@ import json
 from contextlib import nullcontext
 
 import pytest
-from vllm_sfa_cp import bench, cli
-from vllm_sfa_cp.planner import Mode, ModelShape, collectives
+from vllm_sfa_cp import bench, calibrate, cli
+from vllm_sfa_cp.device_profile import ATTENTION_SIDE, PARTS, REPEATED, DeviceProfile
+from vllm_sfa_cp.planner import Mode, ModelShape, collectives, predict
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -16,7 +17,8 @@ SHAPE = ModelShape.built_in("base")
 @pytest.fixture
 def measure(pool, monkeypatch, tmp_path):
     """Runs the command line in ranks that have vLLM imported already, and returns its report."""
-    monkeypatch.setattr(bench, "RankPool", lambda *_: nullcontext(pool))
+    for module in (bench, calibrate):
+        monkeypatch.setattr(module, "RankPool", lambda *_: nullcontext(pool))
 
     def run(what: str, *arguments: str) -> dict:
         out = tmp_path / f"{what}.json"
@@ -70,3 +72,19 @@ def test_decode(measure):
     planned = collectives(SHAPE, Mode("off"), RANKS, 2).bytes["all-reduce"]
     assert runs["off"]["bytes_by_kind"]["all_reduce"] == planned
     assert runs["gather"]["weight_wait_s"] == 0
+
+
+def test_calibrate(measure):
+    """Every part has a rate at every length that a rank of either side computes, and the planner can use them."""
+    report = measure("calibrate")
+    made = DeviceProfile.from_dict(report, "made")
+    timed = {part for part in PARTS if part != "lm_head"}
+    whole = {*ATTENTION_SIDE, "router"}
+    assert set(report["flops"]) == timed | {"default"}
+    assert set(report["whole_flops"][str(RANKS)]) == whole
+    assert set(report["shard_flops"][str(RANKS)]) == timed - {*REPEATED, "router"}
+    short, rows = calibrate.SHORT, PROMPT // RANKS
+    assert set(report["whole_flops"][str(RANKS)]["o"]) == {str(short), str(rows)}
+    assert set(report["whole_flops"][str(RANKS)]["qkv_a"]) == {str(short), str(rows), str(PROMPT)}
+    assert set(report["shard_flops"][str(RANKS)]["experts"]) == {str(short), str(PROMPT)}
+    assert predict(SHAPE, Mode("sfa-cp", "gather", "balanced"), RANKS, PROMPT, profile=made).seconds > 0

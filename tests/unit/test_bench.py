@@ -20,9 +20,10 @@ from vllm_sfa_cp.bench_report import (
     table,
     turns,
 )
+from vllm_sfa_cp.device_profile import DeviceProfile
 from vllm_sfa_cp.errors import UserError
 from vllm_sfa_cp.launch import RankError
-from vllm_sfa_cp.planner import PARTS, DeviceProfile, ModelShape, ideal_speedup, step_flops
+from vllm_sfa_cp.planner import ModelShape, ideal_speedup
 from vllm_sfa_cp.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -322,46 +323,6 @@ def test_rank_shapes_hold_a_share_of_heads_and_width():
         calibrate.rank_shape(SHAPE, 5)
 
 
-def times(shape, tokens, rate, overhead=0.5, rest=0.3, growth=0.0):
-    """CPU seconds by part as `rank_calibration.parts` reports them."""
-    found = {part: flops / rate for part, flops in step_flops(shape, tokens).items() if part != "lm_head"}
-    found["w_ukv"] = found.pop("w_uk") + found.pop("w_uv")
-    found["rest"] = rest + growth
-    return found | {"total": sum(found.values()) + overhead}
-
-
-def test_a_profile_recovers_the_rates_that_made_the_times():
-    shapes = {1: SHAPE, 4: calibrate.rank_shape(SHAPE, 4)}
-    seconds = {
-        size: [times(shapes[size], tokens, rate) for tokens in (calibrate.SHORT, 4096)]
-        for size, rate in ((1, 3e10), (4, 2e10))
-    }
-    made = calibrate.profile(shapes, seconds, 4096)
-    rest = {"name": "x", "memory_bandwidth": 1e10, "link_bandwidth": 1e9, "latency": 0.0}
-    found = DeviceProfile.from_dict(made | rest, "made")
-    for part in PARTS:
-        if part != "lm_head":
-            assert found.rate(part) == pytest.approx(3e10, rel=1e-3)
-    assert found.rate("q_b", 4) == pytest.approx(2e10, rel=1e-3)
-    assert found.rate("qkv_a", 4) == found.rate("qkv_a")  # every rank computes it whole
-    assert found.rate("q_b", 8) == found.rate("q_b")  # not measured
-    assert found.step_overhead == pytest.approx(0.5)
-    assert found.layer_overhead == pytest.approx(0.1)
-
-
-def test_the_residual_stream_counts_with_the_first_projection():
-    def rates(growth):
-        seconds = {1: [times(SHAPE, calibrate.SHORT, 3e10), times(SHAPE, 4096, 3e10, growth=growth)]}
-        return calibrate.profile({1: SHAPE}, seconds, 4096)["flops"]
-
-    plain, slower = rates(0.0), rates(1.0)
-    took = (step_flops(SHAPE, 4096)["qkv_a"] - step_flops(SHAPE, calibrate.SHORT)["qkv_a"]) / 3e10
-    assert slower["qkv_a"] == pytest.approx(3e10 * took / (took + 1), rel=1e-3)
-    assert {k: v for k, v in slower.items() if k not in ("qkv_a", "default")} == {
-        k: v for k, v in plain.items() if k not in ("qkv_a", "default")
-    }
-
-
 def test_time_is_charged_to_the_innermost_part(monkeypatch):
     clock = iter(range(0, 100, 10))
     monkeypatch.setattr(rank_calibration, "time", SimpleNamespace(thread_time=lambda: next(clock)))
@@ -369,29 +330,6 @@ def test_time_is_charged_to_the_innermost_part(monkeypatch):
     with timer.part("rest"), timer.part("indexer_proj"), timer.part("q_b"):
         pass  # a rotary embedding inside the indexer is the indexer's
     assert timer.seconds == Counter(rest=20, indexer_proj=30)
-
-
-@pytest.mark.parametrize(
-    ("shards", "message"),
-    [
-        ([], "numbers of ranks"),
-        ({"two": {}}, "numbers of ranks"),
-        ({"2": 1.0}, "positive FLOP/s"),
-        ({"2": {"q_b": 0}}, "positive FLOP/s"),
-        ({"2": {"conv": 1.0}}, "unknown parts: conv"),
-    ],
-)
-def test_rates_of_shards_are_validated(shards, message):
-    with pytest.raises(UserError, match=message):
-        DeviceProfile.from_dict(RATES | {"shard_flops": shards}, "p.json")
-
-
-def test_rates_of_shards_fall_back_to_the_whole():
-    profile = DeviceProfile.from_dict(
-        RATES | {"flops": {"default": 1.0, "o": 2.0}, "shard_flops": {"2": {"o": 3.0}}}, "p.json"
-    )
-    assert [profile.rate("o", n) for n in (1, 2, 4)] == [2.0, 3.0, 2.0]
-    assert profile.rate("q_b", 2) == 1.0
 
 
 def test_waiting_of_servers_is_read_by_rank():
