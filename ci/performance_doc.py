@@ -245,7 +245,7 @@ def _transformers(reports: Reports) -> list[str]:
     for row in report["speedup"]:
         mine, other = runs[OURS, None, row["prompt"]], runs[THEIRS, row["chunk"], row["prompt"]]
         if reason := other.get("reason"):
-            failures += ["", f"{row['prompt']:,} tokens, {row['chunk'] or 'all'} a call: {reason}"]
+            failures += [f"{row['prompt']:,} tokens, {row['chunk'] or 'all'} a call: {reason}.", ""]
         rows.append(
             [
                 f"{row['prompt']:,}",

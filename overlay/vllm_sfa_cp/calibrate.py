@@ -91,20 +91,35 @@ def calibrate(
                 found.append([(cut, times) for (cut, _), times in zip(models, means)])
                 took = (f"{times[max(times)]['total']:.2f} s for {max(times):,} tokens" for times in means)
                 progress.done(share, f"{size} ranks, CPU seconds of each: {', '.join(took)}")
-            width = {"rows": max(prompts), "width": shape.hidden_size, "dtype": dtype, "repeats": 10}
-            moved = _mean(pool.run(largest, _RANK + "collectives", width))
+            links = _links(pool, sizes or [largest], max(prompts), shape, dtype)
             read = statistics.fmean(pool.run(alone, _RANK + "bandwidth"))
         except RankError as err:
             raise UserError(f"calibration failed: {str(err).strip().splitlines()[-1]}", str(err)) from err
-    rank_rows = max(prompts) // largest
-    amount = 3 * (largest - 1) * rank_rows * shape.hidden_size * shape.dtype_bytes
     return profile(found[0][0], {size: tuple(pair) for size, pair in zip(sizes, found[1:])}) | {
         "name": f"{machine()['cpu']}, {dtype}",
         "memory_bandwidth": read,
-        "link_bandwidth": amount / max(1e-9, moved["all_reduce"] + moved["all_gather"] - 2 * moved["tiny"]),
-        "latency": moved["tiny"],
+        **links,
         "overlap": 0.0,  # the ranks' own cores move the bytes
     }
+
+
+def _links(
+    pool: RankPool, sizes: Sequence[int], prompt: int, shape: ModelShape, dtype: str
+) -> dict[str, dict[str, float]]:
+    """byte/s and seconds per collective, by number of ranks: a line through a small and a large message."""
+    found: dict[str, dict[str, float]] = {"link_bandwidth": {}, "latency": {}}
+    for size in sizes:
+        amounts, taken = [], []
+        for rows in (SHORT, max(2 * SHORT, prompt // size)):  # of each rank
+            given = {"rows": rows, "width": shape.hidden_size, "dtype": dtype, "repeats": 15}
+            times = _mean(pool.run(size, _RANK + "collectives", given))
+            # An all-gather receives the other ranks' rows, an all-reduce twice as much.
+            amounts.append(3 * (size - 1) * rows * shape.hidden_size * shape.dtype_bytes)
+            taken.append(times["all_reduce"] + times["all_gather"])
+        bandwidth = (amounts[1] - amounts[0]) / max(1e-9, taken[1] - taken[0])
+        found["link_bandwidth"][str(size)] = _round(bandwidth)
+        found["latency"][str(size)] = _round(max(1e-9, taken[0] - amounts[0] / bandwidth) / 2)
+    return found
 
 
 def profile(alone: Timed, shared: dict[int, tuple[Timed, ...]]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ REPEATED = ("qkv_a", "indexer_proj", "indexer_scores")
 ATTENTION_SIDE = (*REPEATED, "q_b", "w_uk", "w_uv", "attention", "o")
 PARTS = (*ATTENTION_SIDE, "dense_mlp", "router", "experts", "lm_head")
 
-Rate = float | Mapping[str, float]
+Rate = float | Mapping[str, float]  # a number, or a table
 _RATES = "a rate is a positive number of FLOP/s, or a table {tokens: FLOP/s}"
 _RANKED = ("shard_flops", "whole_flops")
 
@@ -33,7 +33,8 @@ class DeviceProfile:
     whole_flops:      the same for what each of so many ranks computes undivided: ranks that share cores and
                       caches slow each other down.
     memory_bandwidth: byte/s at which weights are read; bounds steps of few tokens.
-    link_bandwidth:   byte/s a rank receives in a collective. latency: seconds per collective.
+    link_bandwidth:   byte/s a rank receives in a collective; a number, or a table by number of ranks.
+    latency:          seconds per collective besides; likewise.
     overlap:          share of a prefetch that runs beside computing; 0 where a rank's own cores move the bytes.
     step_overhead:    seconds per engine step outside the layers. layer_overhead: seconds per layer and step.
     memory:           bytes a rank may use, None if unknown.
@@ -42,8 +43,8 @@ class DeviceProfile:
     name: str
     flops: Mapping[str, Rate]
     memory_bandwidth: float
-    link_bandwidth: float
-    latency: float
+    link_bandwidth: Rate
+    latency: Rate
     step_overhead: float = 0.0
     layer_overhead: float = 0.0
     overlap: float = 1.0
@@ -74,6 +75,9 @@ class DeviceProfile:
                 _check_rates(rates, f"{source}: {key} of {count} ranks", hint)
         for key in set(given) - {"name", "flops", *_RANKED}:
             value = given[key]
+            if key in ("link_bandwidth", "latency") and isinstance(value, dict):
+                _check_table(value, f"{source}: {key}", "a number, or a table {ranks: number}")
+                continue
             nothing = value is None if key == "memory" else value == 0 and not key.endswith("bandwidth")
             if not (_positive(value) or nothing):
                 raise UserError(f"{source}: {key} must be a positive number, not {value!r}", hint, 2)
@@ -85,17 +89,23 @@ class DeviceProfile:
         """FLOP/s of a part in a step of `tokens` tokens: whole, or (`shard`) divided, on each of `ranks` ranks."""
         ranked = (self.shard_flops if shard else self.whole_flops).get(str(ranks), {})
         found = ranked.get(part, self.flops.get(part, self.flops["default"]))
-        return _at(found, tokens) if isinstance(found, Mapping) else found
+        return _at(found, tokens)
+
+    def collective_s(self, amount: float, count: int, ranks: int) -> float:
+        """Seconds of `count` collectives of `ranks` ranks in which each receives `amount` bytes altogether."""
+        return amount / _at(self.link_bandwidth, ranks) + count * _at(self.latency, ranks)
 
 
-def _at(table: Mapping[str, float], tokens: int) -> float:
-    """The table's rate at `tokens`, a power law between its entries."""
-    known = sorted((int(key), rate) for key, rate in table.items())
-    place = bisect_left([key for key, _ in known], tokens)
+def _at(rate: Rate, where: int) -> float:
+    """A number itself, or the table's value, a power law between its entries."""
+    if not isinstance(rate, Mapping):
+        return rate
+    known = sorted((int(key), value) for key, value in rate.items())
+    place = bisect_left([key for key, _ in known], where)
     if place in (0, len(known)):
         return known[min(place, len(known) - 1)][1]
     (low, slow), (high, fast) = known[place - 1], known[place]
-    share = math.log(tokens / low) / math.log(high / low)
+    share = math.log(where / low) / math.log(high / low)
     return slow ** (1 - share) * fast**share
 
 
@@ -105,9 +115,15 @@ def _check_rates(rates: Any, place: str, hint: str) -> None:
     if unknown := sorted(set(rates) - {"default", *PARTS}):
         raise UserError(f"{place} has unknown parts: {', '.join(unknown)}", ", ".join(PARTS), 2)
     for part, rate in rates.items():
-        table = rate if isinstance(rate, dict) else {"1": rate}
-        if not table or not all(key.isdecimal() and int(key) and _positive(table[key]) for key in table):
-            raise UserError(f"{place}: {part} must be positive FLOP/s, not {rate!r}", _RATES, 2)
+        _check_table(rate if isinstance(rate, dict) else {"1": rate}, f"{place}: {part}", _RATES)
+
+
+def _check_table(table: dict[str, Any], place: str, hint: str) -> None:
+    if not table:
+        raise UserError(f"{place} is an empty table", hint, 2)
+    for key, value in table.items():
+        if not key.isdecimal() or not int(key) or not _positive(value):
+            raise UserError(f"{place} must be positive, not {value!r} at {key!r}", hint, 2)
 
 
 def _positive(value: Any) -> bool:

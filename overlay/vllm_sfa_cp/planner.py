@@ -365,7 +365,7 @@ def predict(
         seen = context + begin + tokens
         compute = sum(_seconds(shape, mode, size, tokens, seen, part, w, profile) for part, w in work.items())
         times = {
-            kind: amount / profile.link_bandwidth + traffic.count[kind] * profile.latency
+            kind: profile.collective_s(amount, traffic.count[kind], size)
             for kind, amount in traffic.bytes.items()
         }
         beside = times.pop("weights", 0.0)

@@ -131,17 +131,14 @@ def _median(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def collectives(rows: int, width: int, dtype: str, repeats: int) -> dict[str, float]:
-    """CPU seconds of this rank per collective over [rows, width], medians: all_reduce, all_gather, and an
-    all_reduce of one element per rank."""
+    """CPU seconds of this rank per collective over [rows x ranks, width], medians."""
     size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method="env://")
-    whole = torch.zeros(rows // size * size, width, dtype=getattr(torch, dtype))
-    share = whole[: rows // size].clone()
-    tiny = torch.zeros(1)
+    share = torch.zeros(rows, width, dtype=getattr(torch, dtype))
+    whole = torch.zeros(rows * size, width, dtype=share.dtype)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, share),
-        "tiny": lambda: dist.all_reduce(tiny),
     }
     found = {}
     for name, call in calls.items():

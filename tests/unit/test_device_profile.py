@@ -27,9 +27,9 @@ GOOD = {
         ({"speed": 1}, "unknown fields: speed"),
         ({"flops": {"o": 1.0}}, "'default'"),
         ({"flops": []}, "must map 'default'"),
-        ({"flops": {"default": 0}}, "default must be positive FLOP/s, not 0"),
+        ({"flops": {"default": 0}}, "default must be positive, not 0"),
         ({"flops": {"default": 1e12, "conv": 1e12}}, "unknown parts: conv"),
-        ({"flops": {"default": 1e12, "o": {}}}, "o must be positive"),
+        ({"flops": {"default": 1e12, "o": {}}}, "flops: o is an empty table"),
         ({"flops": {"default": 1e12, "o": {"many": 1e12}}}, "o must be positive"),
         ({"flops": {"default": 1e12, "o": {"0": 1e12}}}, "o must be positive"),
         ({"flops": {"default": 1e12, "o": {"64": -1}}}, "o must be positive"),
@@ -41,6 +41,8 @@ GOOD = {
         ({"link_bandwidth": "fast"}, "link_bandwidth must be a positive number, not 'fast'"),
         ({"link_bandwidth": 0}, "link_bandwidth must be a positive number, not 0"),
         ({"latency": -1}, "latency must be"),
+        ({"latency": {"8": 0}}, "latency must be positive, not 0 at '8'"),
+        ({"link_bandwidth": {"all": 1e9}}, "link_bandwidth must be positive, not 1000000000.0 at 'all'"),
         ({"step_overhead": None}, "step_overhead must be"),
         ({"overlap": 1.5}, "overlap is a share"),
     ],
@@ -68,6 +70,16 @@ def test_rates_of_ranks_fall_back_to_the_device():
     assert [profile.rate("o", 1, n) for n in (1, 2, 4)] == [2.0, 4.0, 2.0]
     assert profile.rate("q_b", 1, 2) == 1.0
     assert profile.rate("q_b", 1, 4) == 5.0
+
+
+def test_links_may_depend_on_the_ranks():
+    made = DeviceProfile.from_dict(
+        GOOD | {"link_bandwidth": {"2": 1e9, "8": 4e9}, "latency": {"2": 1.0, "8": 4.0}}, "p.json"
+    )
+    assert made.collective_s(8e9, 3, 2) == 8 + 3
+    assert made.collective_s(8e9, 3, 8) == 2 + 12
+    assert made.collective_s(8e9, 3, 4) == pytest.approx(4 + 6)
+    assert DeviceProfile.from_dict(GOOD, "p.json").collective_s(1e10, 3, 8) == 1
 
 
 TABLE = {"16": 1e9, "256": 1.6e10, "4096": 4e9}
@@ -186,3 +198,16 @@ def test_the_residual_stream_counts_with_the_first_projection():
     assert slower["qkv_a"]["4096"] == pytest.approx(3e10 * took / (took + 1), rel=1e-3)
     rest = [{k: v for k, v in made.items() if k not in ("qkv_a", "default")} for made in (plain, slower)]
     assert rest[0] == rest[1]
+
+
+def test_a_link_is_a_line_through_two_messages():
+    """Times made from 2 GB/s and a millisecond per collective and rank give them back."""
+
+    class Pool:
+        def run(self, size, target, given):
+            amount = given["rows"] * (size - 1) * given["width"] * 4
+            return [{"all_gather": amount / 2e9 + size / 1e3, "all_reduce": 2 * amount / 2e9 + size / 1e3}]
+
+    made = calibrate._links(Pool(), [2, 8], 8192, SHAPE, "float32")
+    assert made["link_bandwidth"] == {"2": pytest.approx(2e9, rel=1e-3), "8": pytest.approx(2e9, rel=1e-3)}
+    assert made["latency"] == {"2": pytest.approx(2e-3, rel=1e-3), "8": pytest.approx(8e-3, rel=1e-3)}

@@ -127,7 +127,11 @@ def test_waiting_decode_and_memory_bars(docs):
     )
     assert found(reports, "waiting") == ("3.0 % (8 ranks, 8,192 tokens)", False)
     assert found(reports, "decode step") == ("1.060 x (8 ranks, 2,048 tokens)", False)
-    assert found(reports, "memory of a step") == ("2.73 x (8 ranks, 4,096 tokens)", False)
+    assert found(reports, "memory of a step") == ("T^1.45 (8 ranks, 8,192 tokens)", False)
+    short, middle, last = (run(prompt=4096 * k, peak_bytes=k * 10**7) for k in (1, 2, 4))
+    middle["peak_bytes"] *= 1.3  # the ends count: a single doubling is noisy
+    reports = put(prefill=report("prefill", run("off", wall=4.0), short, middle, last))
+    assert found(reports, "memory of a step") == ("T^1.00 (8 ranks, 16,384 tokens)", True)
 
 
 def hf(*rows):
