@@ -4,6 +4,7 @@ Left out is what builds write: `_version.py`, compiled files, caches, and two fo
 One line per file, `<blob id>  <path>`, sorted by path, so that it compares with `git ls-tree -r TAG vllm`.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -47,7 +48,7 @@ def scan(root: Path) -> dict[str, str]:
             if os.path.islink(full):
                 found[path] = f"link:{os.readlink(full)}"
             elif os.path.isfile(full):
-                with open(full, "rb") as file:
+                with contextlib.suppress(FileNotFoundError), open(full, "rb") as file:  # a run may remove it
                     found[path] = blob_id(file.read())
             else:
                 found[path] = "special"

@@ -48,8 +48,19 @@ class Inspection:
 
 
 def inspect(target: Target, series: Series, manifest: Mapping[str, str]) -> Inspection:
-    """Look at `target` without changing anything. Raises PatchsetError only for a state from a newer release."""
+    """Look at `target` without changing anything. Raises PatchsetError only for a state from a newer release.
+
+    No lock is held: where another run began or ended meanwhile, what was read is a mixture, and is read again.
+    """
     store = Store(target.state_dir)
+    while True:
+        stamp = store.stamp()
+        found = _inspect(target, series, manifest, store)
+        if store.stamp() == stamp:
+            return found
+
+
+def _inspect(target: Target, series: Series, manifest: Mapping[str, str], store: Store) -> Inspection:
     recorded = store.state()
     names = [p.name for p in series.patches]
     if not target.root.exists() or (target.root.is_dir() and not any(target.root.iterdir())):

@@ -89,6 +89,11 @@ class Store:
         except (KeyError, TypeError, AttributeError) as problem:
             raise Unreadable(str(problem)) from problem
 
+    def stamp(self) -> tuple[tuple[int, int] | None, ...]:
+        """Of state and journal: which files they are. Every run that changes the target changes this when its
+        changes begin and when they end."""
+        return tuple(map(_identity, (self.state_file, self.journal_file)))
+
     def put(self, data: bytes) -> str:
         """Keep `data` and return its id."""
         name = blob_id(data)
@@ -174,6 +179,14 @@ def missing(store: Store, names: Iterable[str]) -> list[str]:
 
 def _json(value: State | Journal) -> bytes:
     return json.dumps(asdict(value), indent=1).encode() + b"\n"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from fake_upstream import FILES, TAG, Case, commit_all
-from patchset import docs, engine, lock
+from patchset import docs, engine, lock, manifest
 from patchset.errors import Exit, PatchsetError
+from patchset.status import Condition
 from patchset.store import Store
 from vllm_sfa_cp import doctor
 
@@ -324,6 +325,23 @@ def test_applies_at_once(case: Case) -> None:
     assert all("in use by another apply" in said for said, code in results if code == 5), results
     assert case.inspect().current
     assert not Store(case.target.state_dir).journal_file.exists()
+
+
+def test_looked_at_while_another_run_works(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A16: files read partly before and partly after another run's changes are no foreign tree."""
+    scan, calls = manifest.scan, []
+
+    def mixed(root: Path) -> dict[str, str]:
+        calls.append(root)
+        before = scan(root)
+        if len(calls) > 1:
+            return before
+        assert case.cli().returncode == 0
+        return {**before, "vllm/b.py": scan(root)["vllm/b.py"]}
+
+    monkeypatch.setattr(manifest, "scan", mixed)
+    found = case.inspect()
+    assert (found.condition, found.current, len(calls)) == (Condition.PATCHED, True, 2)
 
 
 def test_symlink_to_outside(case: Case, tmp_path: Path) -> None:
