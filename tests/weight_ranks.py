@@ -160,10 +160,17 @@ def lifecycle(model: str, other: str, prompts: Prompts, **kwargs: Any) -> dict[s
         report["first"] = tokens(llm, prompts)
         for level in (1, 2):
             inside(llm, lambda worker, level=level: worker.sleep(level))
+            # Sleep leaves the memory alone on a CPU. What it would do to weights elsewhere is done here: level 1
+            # brings all of it back, level 2 nothing, and the weights are loaded again.
+            kept = lose_weights(llm, level == 1)
             report[f"dropped {level}"] = all(
                 held is None for s in model_of(llm).model.shared.series.values() for held in s.state._windows
             )
             inside(llm, lambda worker: worker.wake_up())
+            for storage, data in kept:
+                storage.copy_(data)
+            if level == 2:
+                reload_from(llm, model)
             report[f"slept {level}"] = tokens(llm, prompts)
         for _ in range(3):
             inside(llm, lambda worker: worker.execute_dummy_batch())
@@ -193,6 +200,56 @@ def lifecycle(model: str, other: str, prompts: Prompts, **kwargs: Any) -> dict[s
         report["moved"] = before != [None if i.kv_b is None else i.kv_b.data_ptr() for i in impls]
         report["log"] = list(log)
     return report
+
+
+def lose_weights(llm: Any, keep: bool) -> list[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
+    """Overwrite parameters, what was derived from them and windows with NaN; (storage, its copy) if asked to keep."""
+    shared = model_of(llm).model.shared
+    kv_b = [layer.self_attn.impl.kv_b for layer in _layers(llm)]
+    windows = [t for s in shared.series.values() for window in s.windows for t in window.values()]
+    tensors = [*model_of(llm).parameters(), *(t for t in kv_b if t is not None), *windows]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if not t.is_meta}
+    kept = [(s, s.clone()) for s in storages.values()] if keep else []
+    for storage in storages.values():
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
+    return kept
+
+
+def idle_replica(model: str, prompt: list[int], **kwargs: Any) -> dict[str, Any]:
+    """Two replicas, one of which decodes while the other has nothing to do: modes of the steps after the prompt, and
+    the fetches in them."""
+    import os
+
+    from vllm import SamplingParams
+
+    with collectives() as log, engine(model, **kwargs) as llm:
+        core, steps = llm.llm_engine, 0
+        busy = int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]) // 2
+        if busy:
+            params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+            core.add_request("0", {"prompt_token_ids": prompt}, params)
+        while core.has_unfinished_requests():  # of either replica; the idle one makes dummy steps
+            core.step()
+            if not steps:
+                log.clear()
+            steps += 1
+        return {
+            "steps": steps,
+            "modes": [value for kind, value in log if kind == "step"],
+            "fetches": sum(kind.startswith("fetch") for kind, _ in log),
+        }
+
+
+def buckets(model: str, prompts: Prompts, **kwargs: Any) -> list[list[int]]:
+    """Tokens of an engine that began with dummy weights and was given `model`'s in two parts."""
+    from safetensors.torch import load_file
+
+    with engine(model, enable_prefix_caching=False, **kwargs) as llm:
+        tokens(llm, prompts)
+        tensors = list(load_file(f"{model}/model.safetensors").items())
+        for part in (tensors[::2], tensors[1::2]):
+            inside(llm, lambda worker, part=part: worker.model_runner.get_model().load_weights(iter(part)))
+        return tokens(llm, prompts)
 
 
 def _layers(llm: Any) -> list[Any]:

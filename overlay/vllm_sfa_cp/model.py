@@ -104,8 +104,8 @@ class SfaDeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """See upstream. Also the way a running engine's weights are replaced, all or some of them.
 
-        ValueError: the first load did not bring every tensor. (Upstream checks unquantised models only, and no
-        model's experts one by one: the missing ones would keep uninitialised memory.)
+        ValueError: the engine's own load did not bring every tensor. (Upstream checks unquantised models only, and
+        no model's experts one by one: the missing ones would keep uninitialised memory.)
         """
         seen: set[str] = set()
 
@@ -117,11 +117,14 @@ class SfaDeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
         loaded = super().load_weights(watch())
         if not self._complete:
             self._check_complete(seen, loaded)
-            self._complete = True
         self.model.weights_changed()
         return loaded
 
     _complete = False
+
+    def loading_ended(self) -> None:
+        """The worker has loaded the engine's weights, from a checkpoint or as dummies: later loads may be parts."""
+        self._complete = True
 
     def _check_complete(self, seen: set[str], loaded: set[str]) -> None:
         missing = [

@@ -25,7 +25,10 @@ class SfaCpuWorker(CPUWorker):
     def load_model(self, *args, **kwargs) -> None:
         """See upstream; logs what this rank keeps."""
         super().load_model(*args, **kwargs)
-        log_resident(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        if isinstance(model, SfaDeepseekV32ForCausalLM):
+            model.loading_ended()
+        log_resident(model)
 
     def sleep(self, level: int = 1) -> None:
         """See upstream. What the windows hold does not outlive the weights it was fetched from."""

@@ -64,7 +64,8 @@ def begin(config: SfaCpConfig, layer_name: str, positions: torch.Tensor) -> Step
 
     layer_name: any attention layer of this pipeline stage; positions: [T_pad], which the runner padded to a
     multiple of the group size. Without metadata (profile run, idle data-parallel replica) every rank takes
-    the same path over rows that belong to no request.
+    the same path over rows that belong to no request. An idle replica's step is one padded token: where there is a
+    TP path it fetches no weights, or a busy replica that decodes would wait for them in every layer's experts.
     """
     group = get_tp_group()
     padded = positions.shape[0]
@@ -74,7 +75,8 @@ def begin(config: SfaCpConfig, layer_name: str, positions: torch.Tensor) -> Step
         mode: Mode = "cp"
         partition = metadata.cp.partition
     else:
-        if metadata is not None and config.enable_sfa_cp:
+        idle = metadata is None and padded <= group.world_size and config.has_tp_path
+        if config.enable_sfa_cp and (metadata is not None or idle):
             mode = "tp"
         else:
             mode = "cp" if config.enable_sfa_cp else "flashcomm1"

@@ -15,6 +15,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from vllm.utils.math_utils import round_up
 
 from vllm_sfa_cp import config as sfa_config
+from vllm_sfa_cp.weights import metrics
 
 if TYPE_CHECKING:
     from vllm.attention.backends.registry import AttentionBackendEnum
@@ -129,6 +130,8 @@ class SfaCpAscendPlatform(Platform):
                 section.setdefault("ops", "ascend")
         config = sfa_config.resolve(vllm_config)
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+        if config.enable_sfa_cp:
+            metrics.make_dir()
         if vllm_config.model_config and vllm_config.model_config.dtype == torch.float32:
             raise ValueError(
                 "the Ascend operators take bfloat16 or float16, not float32; set --dtype bfloat16"

@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 
 from vllm_sfa_cp import config as sfa_config
+from vllm_sfa_cp.model import SfaDeepseekV32ForCausalLM
 from vllm_sfa_cp.weights.link import create_weight_group
 from vllm_sfa_cp.weights.resident import log_resident
 
@@ -60,4 +61,7 @@ class SfaAscendWorker(Worker):
     def load_model(self, *args, **kwargs) -> None:
         """See upstream; logs what this rank keeps."""
         super().load_model(*args, **kwargs)
-        log_resident(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        if isinstance(model, SfaDeepseekV32ForCausalLM):
+            model.loading_ended()
+        log_resident(model)

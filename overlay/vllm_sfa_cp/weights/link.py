@@ -50,7 +50,7 @@ def create_weight_group() -> GroupCoordinator:
     """Make the group once per tensor-parallel group; collective over the whole world, same order on all ranks.
 
     Called by the worker between the start of torch.distributed and the loading of the model. The group hangs on
-    the TP group, so it lives exactly as long, and a second model in the process has its own.
+    the TP group: models in one process share both, and a new TP group gets a new one.
     """
     tp = get_tp_group()
     if not hasattr(tp, _ATTRIBUTE):

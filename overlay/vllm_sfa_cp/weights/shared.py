@@ -92,7 +92,7 @@ class Series:
 
     def _await(self, layer: int) -> None:
         start = time.perf_counter()
-        for handle in self._pending.pop(layer):
+        for handle in self._pending.pop(layer, ()):  # none where an earlier fetch failed to start
             handle.wait()
         self.counters.add("wait_seconds", time.perf_counter() - start)
 
