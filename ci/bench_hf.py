@@ -31,9 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "overlay"))
 
+from vllm_sfa_cp.arguments import numbers, positive
 from vllm_sfa_cp.bench import ENGINE_ENV, checkpoint, prompt, write
 from vllm_sfa_cp.bench_report import Configuration, machine, summarise, turns
-from vllm_sfa_cp.cli_bench import numbers, positive
 from vllm_sfa_cp.errors import UserError
 from vllm_sfa_cp.launch import RANK_ENV, RankError, RankPool
 from vllm_sfa_cp.progress import Progress

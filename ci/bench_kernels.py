@@ -1,28 +1,35 @@
-"""Time the sparse-attention kernels of one kernel set and print one JSON object.
+"""Time the sparse-attention kernels of one kernel set, and what they spend it on; one JSON object.
 
-    python ci/bench_kernels.py --threads 1 --dtype float32
+    python ci/bench_kernels.py --threads 1 --dtype float32 [--json FILE]
 
 Each entry: median and minimum wall time over `--repeats` runs, CPU time of the cheapest run, and the useful
 multiply-adds per second (keys that a row may see, or has selected; padding does not count). `gemm_gflops` is the
-rate of a 2048 x 2048 x 2048 matrix product in the same process: the bound to compare with.
+rate of a 2048 x 2048 x 2048 matrix product in the same process: the bound to compare with. `parts`, of the
+reference kernels, are shares of the CPU time of one more run, its calls timed one by one; "rest" is what is left.
 """
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "overlay"))
 
+from vllm_sfa_cp.bench import write
+from vllm_sfa_cp.bench_report import machine
 from vllm_sfa_cp.ops import get_ops
 from vllm_sfa_cp.ops.interface import Segments
 
+MODEL = "dsv32-128k/64"  # whose sizes these are, as are topk 128 and 64 heads
 INDEX_HEADS, INDEX_WIDTH, LATENT, ROPE, BLOCK = 32, 64, 256, 32, 16
 LAUNCHES = {  # name: rows per segment, visible keys of its last row
     "prefill 1024 rows at 1024": ([1024], [1024]),
@@ -50,6 +57,35 @@ def measure(run: Callable[[], object], repeats: int) -> dict[str, float]:
     }
 
 
+def parts(ops: Any, run: Callable[[], object]) -> dict[str, float]:
+    """Share of a run's CPU time in each of the calls that the reference kernels are made of."""
+    spent: Counter[str] = Counter()
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[name] += time.process_time() - begin  # type: ignore[assignment]
+
+        return call
+
+    owners = [(torch, name) for name in ("mm", "bmm", "index_select", "softmax")]
+    loops = getattr(ops, "_loops", None)
+    owners += [
+        (loops, name) for name in ("weighted_relu_sum", "weighted_relu_sum_bf16", "select_topk") if loops
+    ]
+    with ExitStack() as stack:
+        for owner, name in owners:
+            stack.enter_context(mock.patch.object(owner, name, timed(name, getattr(owner, name))))
+        begin = time.process_time()
+        run()
+        whole = time.process_time() - begin
+    shares = {name: round(seconds / whole, 3) for name, seconds in spent.items()}
+    return shares | {"rest": round(1 - sum(shares.values()), 3)}
+
+
 def with_rate(entry: dict[str, object], times: dict[str, float], flops: int) -> dict[str, object]:
     return {**entry, **times, "gflops": round(flops / times["ms_min"] / 1e6, 1)}
 
@@ -62,6 +98,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 8], help="query heads of the attention")
     parser.add_argument("--topk", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write there instead of stdout")
     parser.add_argument("--only", default="", help="run the launches whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -88,32 +125,39 @@ def main() -> None:
             v for c, k in zip(counts, lengths) for v in range(max(k - c + 1, topk + 1), k + 1)
         )  # rows that see at most topk keys are not scored
         indices = ops.indexer_topk(q, weights, k_cache, segments, topk)
-        times = measure(lambda: ops.indexer_topk(q, weights, k_cache, segments, topk), options.repeats)  # noqa: B023
-        runs.append(
-            with_rate({"kernel": "indexer_topk", "launch": name}, times, 2 * seen * INDEX_HEADS * INDEX_WIDTH)
-        )
+
+        def index() -> object:
+            return ops.indexer_topk(q, weights, k_cache, segments, topk)  # noqa: B023
+
+        entry = {"kernel": "indexer_topk", "launch": name}
+        flops = 2 * seen * INDEX_HEADS * INDEX_WIDTH
+        runs.append(with_rate(entry, measure(index, options.repeats), flops) | {"parts": parts(ops, index)})
         kv_cache = torch.randn(blocks, BLOCK, LATENT + ROPE).to(dtype)
         selected = int((indices >= 0).sum())
         for heads in options.heads:
             q_latent, q_pe = (torch.randn(rows, heads, d).to(dtype) for d in (LATENT, ROPE))
-            times = measure(
-                lambda: ops.sparse_mla(q_latent, q_pe, kv_cache, indices, segments, 0.1),  # noqa: B023
-                options.repeats,
-            )
+
+            def attend() -> object:
+                return ops.sparse_mla(q_latent, q_pe, kv_cache, indices, segments, 0.1)  # noqa: B023
+
             entry = {"kernel": "sparse_mla", "heads": heads, "launch": name}
-            runs.append(with_rate(entry, times, 2 * selected * heads * (2 * LATENT + ROPE)))
+            flops = 2 * selected * heads * (2 * LATENT + ROPE)
+            runs.append(
+                with_rate(entry, measure(attend, options.repeats), flops) | {"parts": parts(ops, attend)}
+            )
     report = {
+        "machine": machine() | {"threads_per_rank": options.threads},
+        "model": {"name": f"kernels of {MODEL}", "dtype": options.dtype},
         "ops": options.ops,
-        "threads": options.threads,
-        "dtype": options.dtype,
         "topk": topk,
-        "torch": torch.__version__,
-        "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "gemm_gflops": round(2 * 2048**3 / gemm["ms_min"] / 1e6, 1),
         "runs": runs,
     }
-    print(json.dumps(report, indent=1))
+    if options.json:
+        write(options.json, report)
+    else:
+        print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

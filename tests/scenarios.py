@@ -331,6 +331,17 @@ def communication(model: str, prompt: list[int], **kwargs: Any) -> dict[str, Any
     return {"calls": calls, "writes": writes, "steps": log, "group": group, "answer": answer}
 
 
+def flops(model: str, prompt: list[int], **kwargs: Any) -> int:
+    """FLOPs of this rank's matrix products in the prefill of a prompt, as torch's FlopCounterMode counts them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with engine(model, **kwargs) as llm:
+        generate(llm, [prompt], 1, logits=False)
+        with FlopCounterMode(display=False) as counter:
+            generate(llm, [prompt], 1, logits=False)
+    return counter.get_total_flops()
+
+
 def shape_of(model: str, prompts: Prompts, **kwargs: Any) -> dict[str, Any]:
     """What an engine is made of and what its steps do: everything that an option may change."""
     with steps() as log, engine(model, **kwargs) as llm:

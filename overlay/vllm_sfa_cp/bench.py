@@ -65,6 +65,20 @@ class Plan:
                 raise UserError(f"{heads} heads do not divide over {size} ranks", "change --ranks", 2)
         if self.ranks and min(self.ranks) < 2:
             raise UserError("one rank has nothing to divide", "give --ranks of at least 2", 2)
+        room = shape.max_position_embeddings
+        if room and self.positions > room:
+            raise UserError(
+                f"{self.positions} positions are needed, and the model has {room}",
+                "give a shorter --prompt",
+                2,
+            )
+
+    @property
+    def positions(self) -> int:
+        """The longest context of any request, its new tokens included."""
+        if self.what == "decode":
+            return max(length + decode_tokens(self, length) for length in self.prompts)
+        return max(self.prompts) + (self.steps if self.what == "serve" else 1)
 
     def identity(self) -> dict[str, Any]:
         """What a report must have in common with this plan to be continued."""
@@ -122,11 +136,14 @@ def run(
         }
         _continue(report, earlier)
 
+        def gains() -> list[dict[str, Any]]:
+            return speedups(report["runs"], shape, profile, plan.chunk, plan.prefetch_step, plan.what)
+
         def finished(runs: list[dict[str, Any]]) -> None:
             cell = {(r["ranks"], r["prompt"]) for r in runs}
             kept = [r for r in report["runs"] if (r["ranks"], r["prompt"]) not in cell]
             report["runs"] = sorted(kept + runs, key=lambda r: (r["ranks"], r["prompt"]))
-            report["speedup"] = speedups(report["runs"], shape, profile, plan.chunk, plan.prefetch_step)
+            report["speedup"] = gains()
             save(report)
 
         cells = [
@@ -145,7 +162,7 @@ def run(
                     measure_served(plan, folder, shape, ranks, lengths, finished, progress)
                 elif lengths:
                     _measure(plan, folder, shape, ranks, lengths, finished, progress)
-        report["speedup"] = speedups(report["runs"], shape, profile, plan.chunk, plan.prefetch_step)
+        report["speedup"] = gains()
         return report
 
 
@@ -228,7 +245,7 @@ def engine_limits(plan: Plan, configuration: Configuration, longest: int) -> dic
     """Arguments of the engine: room for the longest prompt and no more, one step per prompt unless chunked."""
     decode = plan.what == "decode"
     requests = plan.batch if decode else 1
-    width = max(length + decode_tokens(plan, length) for length in plan.prompts) if decode else longest + 1
+    width = plan.positions if decode else longest + 1
     section: dict[str, Any] = {"prefetch_step": plan.prefetch_step}
     if not decode:
         section["cp_min_tokens"] = 0  # what is measured is the mode that was asked for, at every length

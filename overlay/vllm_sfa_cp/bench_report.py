@@ -139,9 +139,11 @@ def speedups(
     profile: DeviceProfile | None = None,
     chunk: int | None = None,
     prefetch_step: int = 1,
+    what: str = "prefill",
 ) -> list[dict[str, Any]]:
     """Every run against `off` of its own cell: wall, cpu (busiest rank), the ideal by FLOPs, and with a device
-    profile the planner's prediction."""
+    profile the planner's prediction; the last two of a prefill. Decode steps of `gather` run on the TP shards:
+    their ideal is 1. What a mixture of both could gain (`serve`) is not known."""
     plain = {(r["ranks"], r["prompt"]): r for r in runs if r["mode"] == "off"}
     rows = []
     for run in runs:
@@ -153,13 +155,21 @@ def speedups(
             **{key: run[key] for key in ("mode", "weights", "partition", "ranks", "prompt")},
             "wall": base["wall_s"] / run["wall_s"],
             "cpu": base["cpu_s_max_rank"] / run["cpu_s_max_rank"] if run["cpu_s_max_rank"] else None,
-            "ideal": ideal_speedup(shape, size, prompt) if run["mode"] == "sfa-cp" else 1.0,
+            "ideal": _ideal(shape, run, what),
         }
-        if profile is not None:
+        if profile is not None and what == "prefill":
             mode = configuration_of(run).planner_mode(prefetch_step)
             row["predicted"] = predicted(shape, mode, size, prompt, profile, chunk)
         rows.append(row)
     return rows
+
+
+def _ideal(shape: ModelShape, run: dict[str, Any], what: str) -> float | None:
+    if run["mode"] != "sfa-cp":
+        return 1.0
+    if what == "prefill":
+        return ideal_speedup(shape, run["ranks"], run["prompt"])
+    return 1.0 if (what, run["weights"]) == ("decode", "gather") else None
 
 
 def predicted(

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.verb is None:
             raise UserError("no command given", "see vllm-sfa-cp --help", 2)
         assert module is not None
-        return int(getattr(module, VERBS[args.verb].function("run", args.verb))(args))
+        return _run(args, getattr(module, VERBS[args.verb].function("run", args.verb)))
     except UserError as err:
         print(f"error: {err}", file=sys.stderr)
         if err.hint:
@@ -80,8 +80,21 @@ def _load(name: str) -> ModuleType:
     except ModuleNotFoundError as err:
         if err.name == target:
             raise UserError(f"this build has no {name!r} command") from err
-        hint = "run inside the environment that apply.py made, for example .venv/bin/vllm-sfa-cp"
-        raise UserError(f"{name} needs the module {err.name}, which is not installed", hint) from err
+        raise _missing(name, err) from err
+
+
+def _run(args: argparse.Namespace, verb: Callable[[argparse.Namespace], int]) -> int:
+    try:
+        return int(verb(args))
+    except ModuleNotFoundError as err:
+        if (err.name or "").partition(".")[0] == __package__:
+            raise
+        raise _missing(args.verb, err) from err
+
+
+def _missing(verb: str, err: ModuleNotFoundError) -> UserError:
+    hint = "run inside the environment that apply.py made, for example .venv/bin/vllm-sfa-cp"
+    return UserError(f"{verb} needs the module {err.name}, which is not installed", hint)
 
 
 def _parser(chosen: str | None, module: ModuleType | None) -> argparse.ArgumentParser:

@@ -3,10 +3,11 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from .arguments import names, natural, numbers, positive, prefetch_step
 from .bench_report import MODES, PARTITIONS, SOURCES, configurations, table
 from .errors import UserError
 
@@ -30,14 +31,16 @@ def add_bench_parser(subparsers: Any) -> None:
         sub.add_argument(
             "--prompt", type=numbers, default=lengths, metavar="S,..", help=f"tokens, default {default}"
         )
-        sub.add_argument("--modes", type=_names(MODES), default=("off", "sfa-cp"), metavar="MODE,..")
-        sub.add_argument("--weights", type=_names(SOURCES), default=("gather",), metavar="SOURCE,..")
-        sub.add_argument("--partition", type=_names(PARTITIONS), default=("balanced",), metavar="KIND,..")
-        sub.add_argument("--prefetch-step", type=_natural, default=1, metavar="K")
+        sub.add_argument("--modes", type=names(MODES), default=("off", "sfa-cp"), metavar="MODE,..")
+        sub.add_argument("--weights", type=names(SOURCES), default=("gather",), metavar="SOURCE,..")
+        sub.add_argument("--partition", type=names(PARTITIONS), default=("balanced",), metavar="KIND,..")
+        sub.add_argument("--prefetch-step", type=prefetch_step, default=1, metavar="K")
         sub.add_argument("--repeats", type=positive, default=5, help="measured rounds (default 5)")
-        sub.add_argument("--warmup", type=_natural, default=1, help="rounds before them (default 1)")
+        sub.add_argument("--warmup", type=natural, default=1, help="rounds before them (default 1)")
         sub.add_argument("--chunk", type=positive, metavar="C", help="tokens per step (default: the prompt)")
-        sub.add_argument("--json", metavar="FILE|-", help=_FLOOR)
+        sub.add_argument("--json", nargs="?", const="-", metavar="FILE|-", help=_FLOOR)
+        drawn = "speed-up against prompt length" if name == "prefill" else "seconds by configuration"
+        sub.add_argument("--plot", type=Path, metavar="OUT.png", help=drawn)
         sub.add_argument("--resume", action="store_true", help="keep the cells that --json FILE already has")
         sub.add_argument("--limit", type=float, default=3600, metavar="S", help="seconds one run may take")
         sub.add_argument("--seed", type=int, default=0, help="of the prompts")
@@ -54,7 +57,6 @@ def add_bench_parser(subparsers: Any) -> None:
             sub.add_argument(
                 "--device-profile", type=Path, metavar="FILE", help="add the planner's prediction"
             )
-            sub.add_argument("--plot", type=Path, metavar="OUT.png", help="speed-up against prompt length")
     sub = what.add_parser("calibrate", help="measure this machine's rates for `plan --device-profile`")
     _common(sub)
     sub.add_argument("--ranks", type=numbers, default=(2, 4, 8), metavar="N,..", help="default 2,4,8")
@@ -63,42 +65,19 @@ def add_bench_parser(subparsers: Any) -> None:
     )
     sub.add_argument("--repeats", type=positive, default=3)
     sub.add_argument("--limit", type=float, default=3600, metavar="S", help="seconds one engine may take")
-    sub.add_argument("--json", metavar="FILE|-", default="-", help="write the profile (default stdout)")
+    sub.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        default="-",
+        metavar="FILE|-",
+        help="write the profile (default stdout)",
+    )
 
 
 def _common(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--model", required=True, help="checkpoint, or a shape such as dsv32-128k/64")
     sub.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
-
-
-def positive(text: str) -> int:
-    """argparse type: a number of at least 1."""
-    value = _natural(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """argparse type: positive numbers between commas, each once."""
-    return tuple(dict.fromkeys(positive(part) for part in text.split(",")))
-
-
-def _names(allowed: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(dict.fromkeys(text.split(",")))
-        if wrong := [name for name in names if name not in allowed]:
-            raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: choose from {', '.join(allowed)}")
-        return names
-
-    return parse
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -130,8 +109,7 @@ def run_bench(args: argparse.Namespace) -> int:
     given = getattr(args, "device_profile", None)
     profile = load_profile(given) if given else None
     out = Path(args.json) if args.json and args.json != "-" else None
-    plot = getattr(args, "plot", None)
-    if plot:
+    if args.plot:
         from .plots import require_matplotlib
 
         require_matplotlib()  # before the measurement, not after it
@@ -142,11 +120,15 @@ def run_bench(args: argparse.Namespace) -> int:
     print(table(report), file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json == "-":
         print(json.dumps(report, indent=1))
-    if plot:
-        from .plots import draw_speedups
+    if args.plot:
+        from .plots import draw_speedups, draw_times
 
-        draw_speedups(report, shape, plot, profile, plan.chunk)
-        print(f"plot: {plot}", file=sys.stderr)
+        if plan.what == "prefill":
+            sized = replace(shape, dtype_bytes=4 if plan.dtype == "float32" else 2)
+            draw_speedups(report, sized, args.plot, profile, plan.chunk, plan.prefetch_step)
+        else:
+            draw_times(report, args.plot)
+        print(f"plot: {args.plot}", file=sys.stderr)
     return 0
 
 

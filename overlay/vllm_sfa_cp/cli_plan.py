@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .arguments import positive, prefetch_step
 from .device_profile import NOMINAL, DeviceProfile
 from .errors import UserError
 from .planner import (
@@ -34,11 +35,13 @@ def add_plan_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--model", required=True, help=f"folder, config.json, or one of {', '.join(BUILT_IN)}"
     )
-    parser.add_argument("--tp", type=_positive, required=True, metavar="N", help="ranks of the TP group")
-    parser.add_argument("--prompt", type=_positive, required=True, metavar="S", help="tokens of the prompt")
-    parser.add_argument("--chunk", type=_positive, metavar="C", help="tokens per step (default: the prompt)")
+    parser.add_argument("--tp", type=positive, required=True, metavar="N", help="ranks of the TP group")
+    parser.add_argument("--prompt", type=positive, required=True, metavar="S", help="tokens of the prompt")
+    parser.add_argument("--chunk", type=positive, metavar="C", help="tokens per step (default: the prompt)")
     parser.add_argument("--partition", choices=["balanced", "contiguous"], default="balanced")
-    parser.add_argument("--prefetch-step", type=_natural, default=1, metavar="K", help="layers fetched ahead")
+    parser.add_argument(
+        "--prefetch-step", type=prefetch_step, default=1, metavar="K", help="layers fetched ahead"
+    )
     parser.add_argument(
         "--prefill-only", action="store_true", help="the server does not decode (KV producer)"
     )
@@ -47,20 +50,6 @@ def add_plan_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="OUT.png", help="also draw speed-up against prompt length"
     )
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = _natural(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -117,7 +106,7 @@ def plan(shape: ModelShape, args: argparse.Namespace, profile: DeviceProfile) ->
         "model": shape.name,
         "tp": args.tp,
         "prompt": args.prompt,
-        "chunk": args.chunk or args.prompt,
+        "chunk": min(args.chunk or args.prompt, args.prompt),
         "device": profile.name,
         "repeated_flops": repeated,
         "rest_flops": rest,

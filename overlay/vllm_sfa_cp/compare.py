@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import config as sfa_config
+from .arguments import numbers, positive
 from .bench import ENGINE_ENV, checkpoint, prompt
 from .bench_report import MODES, PARTITIONS, SOURCES, Configuration
-from .cli_bench import numbers, positive
 from .compare_report import compare, strict, table
 from .errors import UserError
 from .planner import ModelShape
@@ -171,8 +171,8 @@ def _prompts(args: argparse.Namespace, folder: str, shape: ModelShape) -> list[l
         lengths = args.prompt_lengths or (1, max(1, few - 1), shape.index_topk + 3 * few + 1)
         prompts = [prompt(shape.vocab_size, length, length) for length in lengths]
     longest = max(map(len, prompts)) + args.max_tokens
-    room = json.loads(Path(folder, "config.json").read_text()).get("max_position_embeddings", longest)
-    if longest > room:
+    room = shape.max_position_embeddings
+    if room and longest > room:
         raise UserError(
             f"a prompt and its answer take {longest} positions, and the model has {room}",
             "give shorter prompts or fewer --max-tokens",

@@ -16,6 +16,10 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 ENV_FLASHCOMM1 = "VLLM_ASCEND_ENABLE_FLASHCOMM1"
+MAX_PREFETCH_STEP = 8
+#: Requests with fewer new tokens are split as `contiguous` does, also by `balanced`: position matters little to
+#: their work, and blocks of a few rows only cost kernels their efficiency.
+MIN_BALANCED_TOKENS = 256
 
 PartitionKind = Literal["contiguous", "balanced"]
 WeightSource = Literal["replicate", "broadcast", "gather"]
@@ -78,7 +82,10 @@ class SfaCpConfig:
 _SECTION: dict[str, tuple[str, Any]] = {
     "partition": ("one of contiguous, balanced", lambda v: v in get_args(PartitionKind)),
     "weights": ("one of replicate, broadcast, gather", lambda v: v in get_args(WeightSource)),
-    "prefetch_step": ("an integer from 0 to 8", lambda v: type(v) is int and 0 <= v <= 8),
+    "prefetch_step": (
+        f"an integer from 0 to {MAX_PREFETCH_STEP}",
+        lambda v: type(v) is int and 0 <= v <= MAX_PREFETCH_STEP,
+    ),
     "shared": (
         f"a list with names from {', '.join(SHAREABLE)}",
         lambda v: isinstance(v, (list, tuple)) and all(n in SHAREABLE for n in v) and len(set(v)) == len(v),

@@ -35,6 +35,8 @@ class DeviceProfile:
     memory_bandwidth: byte/s at which weights are read; bounds steps of few tokens.
     link_bandwidth:   byte/s a rank receives in a collective; a number, or a table by number of ranks.
     latency:          seconds per collective besides; likewise.
+    reduce_scatter:   bytes that a reduce-scatter moves, of those of a ring; 2 where it is an all-reduce of which
+                      each rank keeps a slice, as over gloo.
     overlap:          share of a prefetch that runs beside computing; 0 where a rank's own cores move the bytes.
     step_overhead:    seconds per engine step outside the layers. layer_overhead: seconds per layer and step.
     memory:           bytes a rank may use, None if unknown.
@@ -47,6 +49,7 @@ class DeviceProfile:
     latency: Rate
     step_overhead: float = 0.0
     layer_overhead: float = 0.0
+    reduce_scatter: float = 1.0
     overlap: float = 1.0
     memory: float | None = None
     shard_flops: Mapping[str, Mapping[str, Rate]] = field(default_factory=dict)
@@ -132,4 +135,4 @@ def _positive(value: Any) -> bool:
 
 NOMINAL = DeviceProfile("nominal accelerator", {"default": 1e14}, 1e12, 1e11, 2e-5)
 # A rank that has one core to itself and talks to its neighbours over gloo on the same machine.
-CPU_CORE = DeviceProfile("one CPU core", {"default": 4e10}, 1e10, 2e9, 1e-4, overlap=0.0)
+CPU_CORE = DeviceProfile("one CPU core", {"default": 4e10}, 1e10, 2e9, 1e-4, reduce_scatter=2.0, overlap=0.0)

@@ -12,6 +12,7 @@ from patchset.store import Store, Unreadable
 from patchset.target import STATE
 
 from . import SUPPORTED_VLLM, __version__, config, patching
+from .arguments import json_object
 from .platforms import OURS, choose
 
 PACKAGES = ("vllm", "torch", "transformers", "torch-npu", "vllm-ascend")
@@ -24,7 +25,7 @@ def add_doctor_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
         "--additional-config",
-        type=json.loads,
+        type=json_object,
         default={},
         metavar="JSON",
         help="also check this configuration",

@@ -25,12 +25,10 @@ from typing import Literal
 
 import torch
 
+from vllm_sfa_cp.config import MIN_BALANCED_TOKENS
+
 Kind = Literal["contiguous", "balanced"]
 KINDS: tuple[Kind, ...] = ("contiguous", "balanced")
-
-# Below this many tokens a request's position matters little to its work, and blocks of a few rows only cost
-# kernels their efficiency.
-MIN_BALANCED_TOKENS = 256
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from .config import MIN_BALANCED_TOKENS
 from .device_profile import ATTENTION_SIDE, NOMINAL, REPEATED, DeviceProfile
 from .errors import UserError
 from .shapes import SHAPES, Param, parameters
@@ -53,7 +54,10 @@ _FP8_BLOCK = 128
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a model with a lightning indexer; field names are those of its config.json."""
+    """Sizes of a model with a lightning indexer; field names are those of its config.json.
+
+    max_position_embeddings: longest context; 0 if the config does not say.
+    """
 
     name: str
     hidden_size: int
@@ -74,6 +78,7 @@ class ModelShape:
     num_experts_per_tok: int
     first_k_dense_replace: int
     vocab_size: int
+    max_position_embeddings: int = 0
     dtype_bytes: int = 4  # activations, caches and unquantised weights
     fp8: bool = False
 
@@ -86,15 +91,27 @@ class ModelShape:
                 f"model type {kind!r} has no lightning indexer (index_topk)", "plan a DSA model", 2
             )
         sizes = [f.name for f in fields(cls) if f.name not in ("name", "dtype_bytes", "fp8")]
-        if missing := [key for key in sizes if not isinstance(config.get(key), int)]:
+        given = {"max_position_embeddings": 0, **config}
+        if missing := [key for key in sizes if key not in given]:
             raise UserError(f"{name} lacks {', '.join(missing)}", "give a config.json of a DSA model", 2)
+        for key in sizes:
+            least = 0 if key in _MAY_BE_ZERO else 1
+            if type(given[key]) is not int or given[key] < least:
+                raise UserError(
+                    f"{name} has {key} {given[key]!r}", f"it must be an integer of at least {least}", 2
+                )
+        if given["first_k_dense_replace"] > given["num_hidden_layers"]:
+            raise UserError(f"{name} has more dense layers than layers", "change first_k_dense_replace", 2)
         dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
         if dtype not in _BYTES:
             raise UserError(f"{name} has dtype {dtype!r}", f"known: {', '.join(_BYTES)}", 2)
-        method = (config.get("quantization_config") or {}).get("quant_method")
+        quantised = config.get("quantization_config") or {}
+        if not isinstance(quantised, Mapping):
+            raise UserError(f"{name} has quantization_config {quantised!r}", "it must be an object", 2)
+        method = quantised.get("quant_method")
         if method not in (None, "fp8"):
             raise UserError(f"{name} has quant_method {method!r}", "known: fp8, or none", 2)
-        values = {key: config[key] for key in sizes}
+        values = {key: given[key] for key in sizes}
         return cls(name, **values, dtype_bytes=_BYTES[dtype], fp8=method == "fp8")
 
     @classmethod
@@ -153,6 +170,8 @@ class ModelShape:
             return param.numel + 4 * (-(-rows // _FP8_BLOCK)) * (-(-columns // _FP8_BLOCK))
         return param.numel * (4 if param.full else self.dtype_bytes)
 
+
+_MAY_BE_ZERO = ("first_k_dense_replace", "n_shared_experts", "max_position_embeddings")
 
 # Part of a parameter's name -> group; the first that matches counts.
 _GROUPS = {
@@ -222,7 +241,8 @@ def step_flops(shape: ModelShape, tokens: int, context: int = 0) -> dict[str, fl
 def rank_flops(shape: ModelShape, mode: Mode, size: int, tokens: int, context: int = 0) -> dict[str, float]:
     """FLOPs by part of the rank that does most, of `size`, in a step of `tokens` tokens after `context`.
 
-    The router sees gathered rows on every rank in every mode. With `contiguous` the last rows see most keys.
+    The router sees gathered rows on every rank in every mode. With `contiguous`, and in steps too short to be
+    dealt out, the last rows see most keys.
     """
     work = step_flops(shape, tokens, context)
     if mode.name != "sfa-cp":
@@ -233,7 +253,7 @@ def rank_flops(shape: ModelShape, mode: Mode, size: int, tokens: int, context: i
             work[part] *= rows / tokens
         elif part != "router":
             work[part] /= size
-    if mode.partition == "contiguous":
+    if mode.partition == "contiguous" or tokens < max(MIN_BALANCED_TOKENS, 2 * size):
         edges = [
             (context + min(r * rows, tokens), context + min((r + 1) * rows, tokens)) for r in range(size)
         ]
@@ -266,9 +286,14 @@ class Collectives:
     count: dict[str, int]
 
 
-def collectives(shape: ModelShape, mode: Mode, size: int, tokens: int) -> Collectives:
+def collectives(
+    shape: ModelShape, mode: Mode, size: int, tokens: int, reduce_scatter: float = 1.0
+) -> Collectives:
     """Ring algorithms: an all-gather or reduce-scatter of X bytes moves (n-1)/n X through each rank, an
-    all-reduce twice that. The embedding's all-reduce counts in every mode; logits do not."""
+    all-reduce twice that. The embedding's all-reduce counts in every mode; logits do not.
+
+    reduce_scatter: what a reduce-scatter moves, of what a ring's does (`DeviceProfile.reduce_scatter`).
+    """
     part = (size - 1) / size
     rows = -(-tokens // size) * size if mode.name != "off" else tokens
     hidden = rows * shape.hidden_size * shape.dtype_bytes * part
@@ -279,7 +304,8 @@ def collectives(shape: ModelShape, mode: Mode, size: int, tokens: int) -> Collec
         count = {"all-reduce": 1, "all-gather": 2 * layers + 1, "reduce-scatter": 2 * layers}
     else:
         count = {"all-reduce": 1, "all-gather": layers + 1, "reduce-scatter": layers}
-    moved = {kind: times * hidden * (2 if kind == "all-reduce" else 1) for kind, times in count.items()}
+    weight = {"all-reduce": 2.0, "reduce-scatter": reduce_scatter}
+    moved = {kind: times * hidden * weight.get(kind, 1.0) for kind, times in count.items()}
     if mode.name == "sfa-cp":
         count["packed keys"] = layers
         moved["packed keys"] = layers * rows * shape.packed_width * shape.dtype_bytes * part
@@ -361,7 +387,7 @@ def predict(
     for begin in range(0, prompt, chunk):
         tokens = min(chunk, prompt - begin)
         work = rank_flops(shape, mode, size, tokens, context + begin)
-        traffic = collectives(shape, mode, size, tokens)
+        traffic = collectives(shape, mode, size, tokens, profile.reduce_scatter)
         seen = context + begin + tokens
         compute = sum(_seconds(shape, mode, size, tokens, seen, part, w, profile) for part, w in work.items())
         times = {
@@ -424,8 +450,12 @@ def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
 def token_threshold(
     shape: ModelShape, mode: Mode, size: int, profile: DeviceProfile = NOMINAL, context: int = 0
 ) -> int | None:
-    """Fewest tokens of a step, after `context` cached ones, from which on `mode` is no slower than plain TP;
-    None if it is slower even at a million."""
+    """Tokens of a step, after `context` cached ones, at which `mode` begins to be no slower than plain TP; None if
+    it is slower even at a million.
+
+    Found between two powers of two. Ranks get whole rows and rates bend, so a few larger steps can still lose a
+    little; the planner itself is not more exact than that.
+    """
 
     def pays(tokens: int) -> bool:
         ours, plain = (

@@ -38,6 +38,7 @@ def draw_speedups(
     out: Path,
     profile: DeviceProfile | None = None,
     chunk: int | None = None,
+    prefetch_step: int = 1,
     note: str = "",
 ) -> None:
     """Speed-up over plain TP against prompt length, a panel per number of ranks: wall time (filled), CPU seconds
@@ -68,7 +69,7 @@ def draw_speedups(
             )
             _series(axes, mine, configuration, f"C{i}")
             if profile is not None:
-                mode = configuration.planner_mode()
+                mode = configuration.planner_mode(prefetch_step)
                 line = [predicted(shape, mode, size, s, profile, chunk) for s in grid]
                 axes.plot(grid, line, ":", color=f"C{i}", label=f"{configuration.label}, predicted")
         axes.axhline(1, color="grey", linewidth=0.8)
@@ -105,6 +106,17 @@ def _short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
+def draw_times(report: dict[str, Any], out: Path) -> None:
+    """Wall seconds of every configuration, grouped by ranks and prompt. UserError as `draw_speedups`."""
+    groups: dict[str, dict[str, float]] = {}
+    for run in report["runs"]:
+        cell = f"{run['ranks']} ranks\n{run['prompt']:,} tokens"
+        groups.setdefault(cell, {})[configuration_of(run).label] = run["wall_s"]
+    if not groups:
+        raise UserError("there is nothing to plot", "measure a configuration", 2)
+    draw_bars(groups, out, "seconds per step" if report["what"] == "decode" else "seconds", digits=3)
+
+
 def draw_lines(
     series: Mapping[str, Iterable[tuple[float, float]]],
     out: Path,
@@ -132,6 +144,7 @@ def draw_bars(
     ylabel: str,
     limit: float | None = None,
     note: str = "",
+    digits: int = 2,
 ) -> None:
     """{group on the x axis: {bar's label: height}}, with a dashed line at `limit`. UserError as `draw_speedups`."""
     require_matplotlib()
@@ -144,7 +157,7 @@ def draw_bars(
         here = [(x, bars[label]) for x, bars in enumerate(groups.values()) if label in bars]
         places = [x + (i - (len(labels) - 1) / 2) * width for x, _ in here]
         bar = axes.bar(places, [height for _, height in here], width, label=label)
-        axes.bar_label(bar, fmt="%.2f", fontsize=7)
+        axes.bar_label(bar, fmt=f"%.{digits}f", fontsize=7)
     if limit is not None:
         axes.axhline(limit, color="k", linestyle="--", linewidth=0.8, label=f"{limit}")
     axes.set_xticks(range(len(groups)), list(groups))

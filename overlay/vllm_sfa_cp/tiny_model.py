@@ -113,7 +113,12 @@ def write_checkpoint(
             )
         config["quantization_config"] = QUANTIZATION_CONFIG
     _check_target(out, checkpoint_bytes(shape, quant, dtype))
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise UserError(
+            f"{out} cannot be made: {err.strerror}", "give a folder that can be written", 2
+        ) from err
     (out / "config.json").unlink(missing_ok=True)  # written last: without it nobody takes this for a model
     write_tokenizer(out, shape["vocab_size"], shape["max_position_embeddings"])
     tensors = checkpoint_tensors(shape, seed, quant, dtype)

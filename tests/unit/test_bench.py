@@ -345,6 +345,10 @@ def test_waiting_of_servers_is_read_by_rank():
     assert bench_http._weight_wait(server) == {"0": 0.75, "1": 0.001}
 
 
+WHATS = ("prefill", "decode", "serve")
+SHORT = ["prefill", "--model", "base", "--prompt", "64"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -353,16 +357,21 @@ def test_waiting_of_servers_is_read_by_rank():
         (["prefill", "--model", "base", "--modes", "off,fast"], "fast: choose from off, flashcomm1, sfa-cp"),
         (["prefill", "--model", "base", "--weights", "copy"], "copy: choose from"),
         (["prefill", "--model", "base", "--partition", "even"], "even: choose from"),
-        (["prefill", "--model", "base", "--ranks", "0"], "must be at least 1"),
+        (["prefill", "--model", "base", "--ranks", "0"], "is not a whole number from 1"),
         (["prefill", "--model", "base", "--ranks", "two"], "'two'"),
         (["prefill", "--model", "base", "--ranks", "1"], "one rank has nothing to divide"),
         (["prefill", "--model", "base", "--ranks", "3"], "8 heads do not divide over 3 ranks"),
-        (["prefill", "--model", "base", "--prompt", "64,-1"], "-1 is negative"),
-        (["prefill", "--model", "base", "--warmup", "-1"], "-1 is negative"),
+        (["prefill", "--model", "base", "--prompt", "64,-1"], "is not a whole number from"),
+        (["prefill", "--model", "base", "--warmup", "-1"], "is not a whole number from"),
         (["prefill", "--model", "base", "--dtype", "int8"], "invalid choice"),
         (["prefill", "--model", "nowhere"], "cannot read nowhere"),
-        (["prefill", "--model", "base", "--device-profile", "nowhere"], "cannot read nowhere"),
-        (["prefill", "--model", "base", "--resume"], "--resume continues a file"),
+        (["prefill", "--model", "base"], "8193 positions are needed, and the model has 4096"),
+        (["serve", "--model", "base", "--prompt", "4090"], "4098 positions are needed"),
+        (["decode", "--model", "base", "--prompt", "4096"], "positions are needed"),
+        (["prefill", "--model", "base", "--prefetch-step", "9"], "from 0 to 8"),
+        (["prefill", "--model", "base", "--prompt", "1,"], "'' is not a whole number from 1"),
+        ([*SHORT, "--device-profile", "nowhere"], "cannot read nowhere"),
+        ([*SHORT, "--resume"], "--resume continues a file"),
         (["prefill", "--model", "base", "--batch", "2"], "--batch"),
         (["serve", "--model", "base", "--kernels"], "--kernels"),
         (["calibrate", "--model", "base", "--ranks", "3"], "do not divide over 3 ranks"),
@@ -381,26 +390,27 @@ def test_usage_errors_exit_2_before_anything_starts(arguments, message, capsys, 
 def test_files_that_cannot_be_resumed(text, message, tmp_path, capsys, measured):
     path = tmp_path / "report.json"
     path.write_text(text)
-    assert cli.main(["bench", "prefill", "--model", "base", "--resume", "--json", str(path)]) == 2
+    assert cli.main(["bench", *SHORT, "--resume", "--json", str(path)]) == 2
     assert message in capsys.readouterr().err
     assert path.read_text() == text
 
 
 def test_data_goes_to_stdout_and_the_table_to_people(capsys, measured, tmp_path):
-    arguments = ["bench", "prefill", "--model", "base", "--prompt", "64", "--json"]
-    assert cli.main([*arguments, "-"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["runs"][0]["mode"] == "off"
-    assert "wall x" in err
+    arguments = ["bench", *SHORT, "--json"]
+    for stdout in ([], ["-"]):
+        assert cli.main([*arguments, *stdout]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["runs"][0]["mode"] == "off"
+        assert "wall x" in err
     assert cli.main([*arguments, str(tmp_path / "r.json")]) == 0
     assert "wall x" in capsys.readouterr().out
     assert cli.main([*arguments, str(tmp_path / "r.json"), "--resume"]) == 0
-    assert measured == [(2, 64), (2, 64)]
+    assert measured == [(2, 64)] * 3
 
 
 def test_plots_without_matplotlib_name_a_mend_that_exists(monkeypatch, capsys, measured, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["bench", "prefill", "--model", "base", "--plot", str(tmp_path / "x.png")]) == 1
+    assert cli.main(["bench", *SHORT, "--plot", str(tmp_path / "x.png")]) == 1
     hint = capsys.readouterr().err.splitlines()[1]
     assert (ROOT / hint.split()[-1]).read_text().count("matplotlib==") == 2
     assert measured == []  # said before the measurement, not after it
@@ -428,6 +438,22 @@ def test_plots_are_written_with_their_note(report, tmp_path):
         data = (tmp_path / f"{name}.png").read_bytes()
         assert data.startswith(b"\x89PNG")
         assert note in data
+
+
+def test_times_of_a_decode_are_drawn_too(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    plots.draw_times({**report, "what": "decode"}, tmp_path / "decode.png")
+    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="nothing to plot"):
+        plots.draw_times({"what": "decode", "runs": []}, tmp_path / "x.png")
+
+
+def test_the_ideal_is_of_what_was_measured():
+    runs = [summary(OFF), summary(GATHER), summary(Configuration("sfa-cp", "broadcast", "balanced"))]
+    ideals = {what: [row["ideal"] for row in speedups(runs, SHAPE, what=what)] for what in WHATS}
+    assert min(ideals["prefill"]) > 1
+    assert ideals["decode"] == [1.0, None]  # decode steps of gather take the TP path
+    assert ideals["serve"] == [None, None]
 
 
 def test_plots_that_cannot_be_drawn(report, tmp_path):

@@ -61,6 +61,27 @@ def test_a_missing_dependency_is_named(monkeypatch, capsys):
     assert "apply.py" in err
 
 
+def test_a_dependency_that_is_missed_while_running_is_named(monkeypatch, capsys):
+    def run_doctor(args):
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(cli, "_load", lambda name: SimpleNamespace(run_doctor=run_doctor))
+    assert cli.main(["doctor"]) == 1
+    assert "doctor needs the module vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[1]", "{bad"])
+def test_doctor_wants_a_configuration_that_is_an_object(text, capsys):
+    assert cli.main(["doctor", "--additional-config", text]) == 2
+    assert repr(text) in capsys.readouterr().err
+
+
+def test_tiny_model_below_a_file(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert cli.main(["tiny-model", str(tmp_path / "file/model")]) == 2
+    assert "cannot be made" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("error", "code"), [(UserError("no", "do", 1), 1), (UserError("no"), 1)])
 def test_user_errors(monkeypatch, capsys, error, code):
     def fail(args):

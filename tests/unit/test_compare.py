@@ -204,8 +204,8 @@ def test_json_is_json_where_figures_are_infinite(monkeypatch, capsys):
     [
         (["--tolerance", "nan"], "nan is not a tolerance"),
         (["--tolerance", "-1"], "-1 is not a tolerance"),
-        (["--max-tokens", "0"], "must be at least 1"),
-        (["--prompt-lengths", "1,x"], "invalid numbers value"),
+        (["--max-tokens", "0"], "is not a whole number from 1"),
+        (["--prompt-lengths", "1,x"], "is not a whole number from 1"),
         (["--prompts", "p.json"], "not allowed with argument"),
         (["--prompt-lengths", "4090"], "4098 positions, and the model has 4096"),
     ],

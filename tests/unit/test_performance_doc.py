@@ -92,6 +92,22 @@ def test_speed_up_bars(docs, plain, holds):
     assert found(reports, "4 ranks")[1] is None
 
 
+def test_other_configurations_and_reports_do_not_turn_a_bar(docs):
+    _, put = docs
+    cells = [run("off", wall=3.0), run(), run(weights="replicate", wall=0.5)]
+    better = report("prefill", run("off", wall=3.5), run())
+    reports = put(prefill=report("prefill", *cells), again=better)
+    assert found(reports, "at least 3.36 x plain TP, wall") == ("3.00 x; again: 3.50 x", False)
+
+
+def test_decode_is_judged_in_wall_and_in_cpu_seconds(docs):
+    _, put = docs
+    busy = run(prompt=2048, batch=8, cpu_s_max_rank=0.3)
+    reports = put(decode=report("decode", run("off", 2048, batch=8), busy))
+    assert found(reports, "plain TP's, wall")[1]
+    assert found(reports, "plain TP's, CPU") == ("1.200 x (8 ranks, 2,048 tokens)", False)
+
+
 def test_planner_bar_names_the_worst_cell(docs):
     _, put = docs
     cells = [
@@ -171,6 +187,11 @@ def test_the_faster_way_to_feed_transformers_counts(docs):
     assert "8,192 tokens, all a call: no memory" in text
 
 
+def kernel(name, **more):
+    shares = {"mm": 0.8, "select_topk": 0.01, "rest": 0.19}
+    return {"kernel": name, "launch": "prefill", "ms": 2.0, "gflops": 50.0, "parts": shares} | more
+
+
 def everything():
     prefill = [
         run(m, p, n, w * p / 1e3)
@@ -183,6 +204,9 @@ def everything():
         "decode": report("decode", run("off", 2048, batch=8), run(prompt=2048, batch=8)),
         "hf": hf((4096, 1.0, {None: 3.5})),
         "profile": PROFILE,
+        "modes": report("prefill", run("off", wall=3.0), run("flashcomm1", wall=2.9), run()),
+        "kernels": report("kernels", kernel("indexer_topk"), kernel("sparse_mla", heads=8), topk=128)
+        | {"gemm_gflops": 100.0},
         "serve": report(
             "serve",
             run(batch=8, first_s=1.0, request_s=2.0, tokens_per_s=3.0, cpu_s_mean_rank=None, bytes=None),
@@ -194,10 +218,11 @@ def test_tables_have_as_many_cells_as_columns(docs):
     _, put = docs
     text = performance_doc.document(put(**everything()))
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
-    assert len(tables) == 8
+    assert len(tables) == 10
     for table in tables:
         assert len({line.count("|") for line in table.splitlines()}) == 1
-    assert "Not measured: balance, memory." in text
+    assert "Not measured: balance, again, memory." in text
+    assert "| sparse_mla, 8 heads | prefill | 2.00 | 50.0 | 50.0 % | mm 80%, rest 19% |" in text
 
 
 def test_stale_documents_and_pictures_are_noticed(docs, capsys):

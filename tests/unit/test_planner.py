@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 from vllm_sfa_cp.cli_plan import add_plan_parser, load_model, run_plan
-from vllm_sfa_cp.device_profile import NOMINAL, PARTS
+from vllm_sfa_cp.device_profile import CPU_CORE, NOMINAL, PARTS
 from vllm_sfa_cp.errors import UserError
 from vllm_sfa_cp.planner import (
     BUILT_IN,
@@ -123,7 +123,7 @@ def layer_in_torch(
 @pytest.mark.parametrize("mode", [OFF, GATHER, replace(GATHER, partition="contiguous")])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_flops_agree_with_torchs_count_within_three_percent(mode, size):
-    shape, tokens = replace(TINY, num_hidden_layers=2, first_k_dense_replace=1), 64
+    shape, tokens = replace(TINY, num_hidden_layers=2, first_k_dense_replace=1), 256
     blocks = torch.arange(tokens).view(2 * size, -1)
     rows, shards = torch.arange(tokens), size
     if mode.name == "sfa-cp":
@@ -149,17 +149,23 @@ def test_parts_of_all_ranks_cover_the_step_once(mode):
 
 
 def test_chunks_add_up_to_the_prompt():
-    whole, parts = (predict(SMALL, GATHER, 4, 8192, chunk) for chunk in (None, 1000))
+    whole, parts = (predict(SMALL, GATHER, 4, 8000, chunk) for chunk in (None, 1000))
     for part, flops in whole.flops.items():
         if part != "lm_head":  # one token per step
             assert parts.flops[part] == pytest.approx(flops)
     assert parts.bytes["packed keys"] == pytest.approx(whole.bytes["packed keys"])
-    assert parts.bytes["weights"] == 9 * whole.bytes["weights"]
+    assert parts.bytes["weights"] == 8 * whole.bytes["weights"]
 
 
 def test_contiguous_split_gives_the_last_rank_almost_twice_the_mean_scores():
     slow = rank_flops(SMALL, replace(GATHER, partition="contiguous"), 8, 8192)["indexer_scores"]
     assert slow / rank_flops(SMALL, GATHER, 8, 8192)["indexer_scores"] == pytest.approx(1.875, abs=0.001)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(255, 8), (300, 256)])
+def test_steps_too_short_to_be_dealt_out_are_split_contiguously(tokens, size):
+    contiguous = rank_flops(SMALL, replace(GATHER, partition="contiguous"), size, tokens, 1000)
+    assert rank_flops(SMALL, GATHER, size, tokens, 1000) == contiguous
 
 
 def test_step_smaller_than_the_group_costs_a_row_per_rank():
@@ -287,6 +293,35 @@ def test_configs_that_cannot_be_planned():
         ModelShape.from_config(DEEPSEEK_V32 | {"quantization_config": {"quant_method": "awq"}})
     with pytest.raises(UserError, match="dtype 'int4'"):
         ModelShape.from_config(DEEPSEEK_V32 | {"torch_dtype": "int4"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0"),
+        ({"n_routed_experts": -1}, "n_routed_experts -1"),
+        ({"hidden_size": True}, "hidden_size True"),
+        ({"num_attention_heads": "64"}, "num_attention_heads '64'"),
+        ({"first_k_dense_replace": 62}, "more dense layers than layers"),
+        ({"quantization_config": "fp8"}, "quantization_config 'fp8'"),
+    ],
+)
+def test_sizes_that_no_model_has(changed, message):
+    with pytest.raises(UserError, match=message):
+        ModelShape.from_config(DEEPSEEK_V32 | changed)
+    assert ModelShape.from_config(DEEPSEEK_V32 | {"n_shared_experts": 0}).n_shared_experts == 0
+
+
+def test_a_reduce_scatter_over_gloo_moves_twice_the_bytes():
+    """And is charged for: the CPU's profile says so, other devices' do not."""
+    ring, sliced = (collectives(SMALL, GATHER, 4, 1000, factor).bytes for factor in (1.0, 2.0))
+    assert sliced.pop("reduce-scatter") == 2 * ring.pop("reduce-scatter")
+    assert sliced == ring
+    slow = predict(SMALL, GATHER, 4, 1000, profile=CPU_CORE)
+    quick = predict(SMALL, GATHER, 4, 1000, profile=replace(CPU_CORE, reduce_scatter=1.0))
+    more = collectives(SMALL, GATHER, 4, 1000).bytes["reduce-scatter"]
+    assert slow.bytes["reduce-scatter"] - quick.bytes["reduce-scatter"] == more
+    assert slow.seconds - quick.seconds == pytest.approx(more / CPU_CORE.link_bandwidth)
 
 
 GOOD = {

@@ -11,7 +11,7 @@ Guarantees
   multiple of `_HEAD_PAD` (below that BLAS adds in another order), the weighted sum has a fixed order.
 - A cache block is read only on behalf of a row that may see a key in it.
 
-What bounds them: docs/kernels.md.
+What bounds them: docs/performance.md, section "Kernels".
 """
 
 from types import ModuleType
