@@ -137,7 +137,7 @@ def _clone(pin: Pin, into: Path) -> None:
         raise PatchsetError(
             Exit.UPSTREAM, f"git cannot clone {pin.tag}: {problem}", "use --source sdist, or --source PATH"
         ) from problem
-    if pin.commit and head != pin.commit:
+    if not head.startswith(pin.commit):  # a port from an sdist knows an abbreviated one
         raise PatchsetError(
             Exit.UPSTREAM,
             f"tag {pin.tag} is commit {head[:12]}, pinned is {pin.commit[:12]}",

@@ -108,16 +108,17 @@ def test_checkouts(tree: Case, shape: str, tmp_path: Path) -> None:
 
 
 def test_git_source(tree: Case, tmp_path: Path) -> None:
-    """The tag is cloned and its commit checked; a moved tag is refused with exit 3."""
+    """The tag is cloned and its commit checked, full or abbreviated; a moved tag is refused with exit 3."""
     origin = tmp_path / "origin"
     shutil.copytree(tree.upstream, origin)
     head = commits.start(origin, pin.load(tree.patches, TAG), {})
     git.run(origin, "tag", TAG)
-    shutil.rmtree(tree.root)
-    make_pin(tree.folder, tree.upstream, head, origin.as_uri())
-    done = tree.cli("--source", "git")
-    assert done.returncode == 0, done.stderr
-    assert tree.inspect().current
+    for commit in (head, head[:9]):
+        shutil.rmtree(tree.root)
+        make_pin(tree.folder, tree.upstream, commit, origin.as_uri())
+        done = tree.cli("--source", "git")
+        assert done.returncode == 0, done.stderr
+        assert tree.inspect().current
     shutil.rmtree(tree.root)
     make_pin(tree.folder, tree.upstream, "1" * 40, origin.as_uri())
     done = tree.cli("--source", "git")
