@@ -1,5 +1,6 @@
 """What is pinned: one `upstream.toml` per supported vLLM release."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,3 +57,13 @@ def load(patches: Path, version: str) -> Pin:
     if pin.tag != tag:
         raise PatchsetError(Exit.PATCH, f"{path} pins {pin.tag}, its folder says {tag}", "rename the folder")
     return pin
+
+
+def problems(pin: Pin) -> list[str]:
+    """What a port leaves blank where it cannot know it; a clone and an sdist are compared with it."""
+    out = []
+    if not re.fullmatch("[0-9a-f]{64}", pin.sdist_sha256):
+        out.append(f"the sdist's sha256 {pin.sdist_sha256!r} is not 64 hex digits; mend upstream.toml")
+    if not re.fullmatch("[0-9a-f]{7,40}", pin.commit):
+        out.append(f"the commit {pin.commit!r} is not 7 to 40 hex digits; mend upstream.toml")
+    return out

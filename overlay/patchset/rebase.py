@@ -121,6 +121,8 @@ def _obtain(new: Pin, how: str, folder: Path) -> Pin:
     way = how if how != "auto" else "sdist"
     if way == "sdist":
         new = replace(new, sdist_sha256=source.index_digest(new))
+    elif (file := Path(way).expanduser()).is_file():
+        new = replace(new, sdist_sha256=source.sha256(file))
     source.obtain(new, None, way, folder)
     return new
 

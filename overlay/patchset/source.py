@@ -147,9 +147,10 @@ def _clone(pin: Pin, into: Path) -> None:
 
 def _download(pin: Pin) -> Path:
     """The cached sdist, downloaded when absent or damaged."""
+    _require_digest(pin)
     path = cache_dir() / pin.sdist
     if path.is_file():
-        if _sha256(path) == pin.sdist_sha256:
+        if sha256(path) == pin.sdist_sha256:
             return path
         say(f"the cached {pin.sdist} is damaged, fetching it again")
         path.unlink()
@@ -281,8 +282,18 @@ def _copy(source: Path, into: Path) -> None:
     shutil.copytree(source, into, symlinks=True, ignore=skipped)
 
 
+def _require_digest(pin: Pin) -> None:
+    if not pin.sdist_sha256:
+        raise PatchsetError(
+            Exit.UPSTREAM,
+            f"{pin.folder / 'upstream.toml'} pins no sha256 of {pin.sdist}",
+            "write the one that the package index states there, or use --source git or a checkout",
+        )
+
+
 def _check_digest(pin: Pin, path: Path) -> None:
-    found = _sha256(path)
+    _require_digest(pin)
+    found = sha256(path)
     if found != pin.sdist_sha256:
         raise PatchsetError(
             Exit.UPSTREAM,
@@ -291,7 +302,8 @@ def _check_digest(pin: Pin, path: Path) -> None:
         )
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The digest of a file's bytes, in hex."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

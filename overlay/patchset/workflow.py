@@ -162,7 +162,7 @@ def lint(home: Path, patches: Path, write: bool) -> Report:
     for tag in tags:
         pin = pins.load(patches, tag)
         series, found = sets.examine(pin, manifests.load(pin))
-        problems += [f"{tag}: {line}" for line in found]
+        problems += [f"{tag}: {line}" for line in [*found, *pins.problems(pin)]]
         problems += _toml_problems(pin)
         if not found and tag == tags[0]:
             problems += docs.check(home, series, write)

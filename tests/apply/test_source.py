@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fake_upstream import Case, make_pin
-from patchset import git, source
+from patchset import git, pin, source
 from patchset.errors import PatchsetError
 
 NAME = "fake_vllm-9.9.0.tar.gz"
@@ -83,6 +83,38 @@ def test_path_sources(tree: Case, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["state"] == "patched"
     assert not list(tree.root.parent.glob(".tree*"))
+
+
+def test_no_digest_pinned(tree: Case, cache: Path, tmp_path: Path) -> None:
+    """A port from a folder knows no digest: one error, before the cached file is touched; lint tells too."""
+    pinned = make_pin(tree.folder, tree.upstream, sdist_sha256="")
+    cache.mkdir(parents=True)
+    pack(tree.upstream, cache / NAME)
+    for how in ("sdist", str(cache / NAME)):
+        with pytest.raises(PatchsetError, match="pins no sha256") as caught:
+            source.obtain(pinned, None, how, tmp_path / "out")
+        assert caught.value.code == 3
+        assert (cache / NAME).is_file()
+    done = tree.cli("--lint")
+    assert done.returncode == 4
+    assert "sha256 '' is not 64 hex digits; mend upstream.toml" in done.stderr
+    assert "commit '' is not 7 to 40 hex digits; mend upstream.toml" in done.stderr
+
+
+def test_port_from_an_sdist_file(tree: Case, tmp_path: Path) -> None:
+    """The file's own digest is pinned; its commit comes from setuptools-scm's note, abbreviated."""
+    newer = tmp_path / "newer"
+    shutil.copytree(tree.upstream, newer)
+    (newer / "PKG-INFO").write_text("Version: 9.10.0\n")
+    version = "__version__ = version = '9.10.0'\n__commit_id__ = commit_id = 'g0123abcde'\n"
+    (newer / "vllm/_version.py").write_text(version)
+    digest = pack(newer, tmp_path / "any.tar.gz")
+    archive = str(tmp_path / "any.tar.gz")
+    done = tree.cli("--rebase-onto", "v9.10.0", str(tmp_path / "port"), "--source", archive)
+    assert done.returncode == 0, done.stderr
+    new = pin.load(tree.patches, "v9.10.0")
+    assert (new.sdist_sha256, new.commit) == (digest, "0123abcde")
+    assert pin.problems(new) == []
 
 
 def test_foreign_source_names_the_file(tree: Case, tmp_path: Path) -> None:
