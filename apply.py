@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> dict:
     project = workflow.load(HOME, args.patches, args.vllm)
     if args.rebase_onto:
         version, folder = args.rebase_onto
-        return rebase.start(project, args.patches, version, Path(folder), args.source, args.dest)
+        return rebase.start(project, args.patches, version, Path(folder), args.source, args.dest, args.venv)
     if args.status:
         report = workflow.status(project, args)
         workflow.tell_status(report)

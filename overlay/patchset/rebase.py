@@ -10,11 +10,12 @@ from typing import Any
 
 from . import commits, git, manifest, source
 from . import pin as pins
+from .environment import Environment
 from .errors import Exit, PatchsetError
 from .pin import Pin
 from .series import Patch, pre_images
 from .ui import say
-from .workflow import Project
+from .workflow import Project, enter
 
 DONE = "sfa-cp.ported"
 TEMPLATE = """\
@@ -38,14 +39,14 @@ sha256 = "{manifest_sha256}"
 
 
 def start(
-    project: Project, patches: Path, version: str, folder: Path, how: str, patched: Path
+    project: Project, patches: Path, version: str, folder: Path, how: str, patched: Path, venv: Path
 ) -> dict[str, Any]:
     """Port the patch set to `version` in `folder` (obtained from `how` where absent).
 
     Makes patches/vX.Y.Z with its pin and manifest, then applies patch by patch with git's three-way merge;
     what upstream has already is left out. Stops at the first conflict with instructions. `patched` is a tree
     of the old release, whose originals make three-way merges possible; without it conflicts show as plain
-    rejects.
+    rejects. Where a download needs libraries that this Python lacks, it goes on in the environment `venv`.
     """
     git.require("--rebase-onto")
     tag = version if version.startswith("v") else f"v{version}"
@@ -63,7 +64,7 @@ def start(
         sdist_sha256="",
         manifest_sha256="",
     )
-    new = _obtain(new, how, folder)
+    new = _obtain(project, new, how, folder, Environment(venv))
     new = _pin(new, folder)
     _prepare(project, new, folder, patched)
     done = _done(folder)
@@ -109,7 +110,7 @@ def _conflict(
     }
 
 
-def _obtain(new: Pin, how: str, folder: Path) -> Pin:
+def _obtain(project: Project, new: Pin, how: str, folder: Path, env: Environment) -> Pin:
     if folder.is_dir() and any(folder.iterdir()):
         if (folder / ".git" / "rebase-apply").exists():
             raise PatchsetError(
@@ -118,6 +119,8 @@ def _obtain(new: Pin, how: str, folder: Path) -> Pin:
                 "finish it with git am --continue or --skip",
             )
         return new
+    if source.needs_libraries(how):
+        enter(project, env)
     way = how if how != "auto" else "sdist"
     if way == "sdist":
         new = replace(new, sdist_sha256=source.index_digest(new))

@@ -154,15 +154,10 @@ def _download(pin: Pin) -> Path:
             return path
         say(f"the cached {pin.sdist} is damaged, fetching it again")
         path.unlink()
-    try:
-        import pypi_simple
-        import requests
-    except ImportError as problem:
-        raise PatchsetError(
-            Exit.UPSTREAM,
-            f"downloading needs {problem.name}",
-            "install pypi-simple, or use --source PATH",
-        ) from problem
+    _require_libraries()
+    import pypi_simple
+    import requests
+
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -195,6 +190,7 @@ def _download(pin: Pin) -> Path:
 
 def index_digest(pin: Pin) -> str:
     """The sha256 that the package index states for the sdist of a release that is not pinned yet."""
+    _require_libraries()
     import pypi_simple
     import requests
 
@@ -280,6 +276,16 @@ def _copy(source: Path, into: Path) -> None:
         }
 
     shutil.copytree(source, into, symlinks=True, ignore=skipped)
+
+
+def _require_libraries() -> None:
+    for name in ("pypi_simple", "requests"):
+        if importlib.util.find_spec(name) is None:
+            raise PatchsetError(
+                Exit.UPSTREAM,
+                f"downloading needs {name}",
+                "install pypi-simple, or use --source PATH",
+            )
 
 
 def _require_digest(pin: Pin) -> None:

@@ -274,10 +274,14 @@ def _list_active(report: Any) -> None:
 
 
 def _enter(project: Project, env: Environment, args: Namespace, absent: bool) -> None:
-    """Go on in our own environment where libraries are needed and this Python is not it."""
     download = absent and source.needs_libraries(args.source)
-    install = not args.no_install and (not env.exists or bool(env.lacks(*project.locks)))
-    if env.active or not (download or install):
+    if download or (not args.no_install and (not env.exists or bool(env.lacks(*project.locks)))):
+        enter(project, env)
+
+
+def enter(project: Project, env: Environment) -> None:
+    """Go on in our own environment, with the libraries that downloads need, unless this Python is it."""
+    if env.active:
         return
     with lock.hold(env.root.parent / f"{env.root.name}.lock", str(env.root)):
         env.make()

@@ -6,6 +6,8 @@ import io
 import json
 import shutil
 import socket
+import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -14,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fake_upstream import Case, make_pin
-from patchset import git, pin, source
+from fake_upstream import HOME, Case, make_pin
+from patchset import environment, git, pin, source
 from patchset.errors import PatchsetError
 
 NAME = "fake_vllm-9.9.0.tar.gz"
@@ -115,6 +117,44 @@ def test_port_from_an_sdist_file(tree: Case, tmp_path: Path) -> None:
     new = pin.load(tree.patches, "v9.10.0")
     assert (new.sdist_sha256, new.commit) == (digest, "0123abcde")
     assert pin.problems(new) == []
+
+
+LIBRARIES = {
+    "requests": "class RequestException(Exception): pass",
+    "pypi_simple": """
+import sys
+PYPI_SIMPLE_ENDPOINT = ""
+class NoSuchProjectError(Exception): pass
+class PyPISimple:
+    def __init__(self, url): raise NoSuchProjectError(f"asked from {sys.prefix}")
+""",
+}
+
+
+def test_port_by_a_python_without_libraries(
+    tree: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It goes on in the environment that --venv names, where they are (or are installed)."""
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
+    venv = tree.root.parent / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    site = next(venv.glob("lib/python3.*/site-packages"))
+    for name, version in environment.read_lock(HOME / "requirements" / "fetch.txt", sys.version_info[1]):
+        (site / f"{name}-{version}.dist-info").mkdir()
+    for name, text in LIBRARIES.items():
+        (site / f"{name}.py").write_text(text)
+    python, *command = tree.arguments("--rebase-onto", "v9.10.0", str(tmp_path / "port"))
+    done = subprocess.run([python, "-S", *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert f"the package index cannot be read: asked from {venv}" in done.stderr
+
+
+def test_no_libraries(tree: Case, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "pypi_simple", None)
+    pinned = make_pin(tree.folder, tree.upstream)
+    for ask in (source.index_digest, lambda p: source.obtain(p, None, "sdist", tmp_path / "out")):
+        with pytest.raises(PatchsetError, match="downloading needs pypi_simple"):
+            ask(pinned)
 
 
 def test_foreign_source_names_the_file(tree: Case, tmp_path: Path) -> None:
