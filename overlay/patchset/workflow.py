@@ -164,7 +164,7 @@ def lint(home: Path, patches: Path, write: bool) -> Report:
         series, found = sets.examine(pin, manifests.load(pin))
         problems += [f"{tag}: {line}" for line in [*found, *pins.problems(pin)]]
         problems += _toml_problems(pin)
-        if not found and tag == tags[0]:
+        if not found and tag == tags[-1]:  # the newest
             problems += docs.check(home, series, write)
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"

@@ -3,15 +3,16 @@ written.
 """
 
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_upstream import HOME, Case
+from fake_upstream import HOME, TAG, Case, make_pin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from patchset import diff
+from patchset import diff, pin, workflow
 from patchset.blob import blob_id
 from patchset.errors import PatchsetError
 
@@ -92,6 +93,24 @@ def test_every_problem_at_once(tree: Case) -> None:
         assert part in done.stderr
     assert "0009-stray.patch is not in series" in done.stderr
     assert "do not ascend" in done.stderr
+
+
+def test_supported_is_in_order_of_version(tmp_path: Path) -> None:
+    tags = ["v0.9.2", "v0.12.0rc1", "v0.12.0", "v0.12.0.post1", "v0.12.1", "v1.0"]
+    for tag in sorted(tags):
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "upstream.toml").touch()
+    assert pin.supported(tmp_path) == tags
+
+
+def test_lint_generates_from_the_newest(tree: Case, tmp_path: Path) -> None:
+    newest = make_pin(tree.folder, tree.upstream, "0" * 40)
+    old = tree.patches / "v9.8.0"
+    shutil.copytree(newest.folder, old)
+    toml = (old / "upstream.toml").read_text().replace("9.9.0", "9.8.0")
+    (old / "upstream.toml").write_text(toml)
+    workflow.lint(tmp_path, tree.patches, True)
+    assert TAG in (tmp_path / "MODIFICATIONS.md").read_text()
 
 
 def test_lint_of_this_repository() -> None:
