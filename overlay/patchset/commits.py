@@ -14,8 +14,8 @@ from pathlib import Path
 
 from . import diff, git
 from .errors import Exit, PatchsetError
-from .pin import Pin
-from .series import Patch, Series, examine
+from .pin import Pin, supported
+from .series import NAME, Patch, Series, examine, read_patch
 
 BASE_REF = "refs/sfa-cp/base"
 IDENTITY = {
@@ -119,8 +119,8 @@ def refresh(tree: Path, pin: Pin, manifest: Mapping[str, str]) -> list[str]:
     """Make the patch files of `pin` again from the commits in `tree`; returns the names whose bytes changed.
 
     The commits are those between the base and HEAD (or the branch, where HEAD is the base). An unchanged
-    commit gives unchanged bytes. Names are kept by subject; new ones come from the subject. Nothing is
-    written on a problem.
+    commit gives unchanged bytes. Names are kept by subject, those of other patch sets included, so that a port
+    reads as one; new ones come from the subject. Nothing is written on a problem.
     """
     git.require("--refresh")
     if not git.is_checkout(tree) or not (base := base_of(tree, pin)):
@@ -148,14 +148,12 @@ def refresh(tree: Path, pin: Pin, manifest: Mapping[str, str]) -> list[str]:
         raise PatchsetError(
             Exit.TARGET, f"{tree} has merge commits on top of {pin.tag}", "rebase to a linear history"
         )
-    old, _ = examine(pin, manifest)
-    names = {p.subject: p.name for p in old.patches}
+    slugs = _slugs(pin)
     files: dict[str, bytes] = {}
     for number, commit in enumerate(git.text(tree, "rev-list", "--reverse", f"{base}..{head}").split(), 1):
         data = git.run(tree, "format-patch", "-1", "--stdout", *FORMAT, commit)
         subject = git.text(tree, "log", "-1", "--format=%s", commit)
-        slug = names[subject][5:-6] if subject in names else _slug(subject)
-        files[f"{number:04d}-{slug}.patch"] = data.rstrip(b"\n") + b"\n"
+        files[f"{number:04d}-{slugs.get(subject) or _slug(subject)}.patch"] = data.rstrip(b"\n") + b"\n"
     _check(pin, files, manifest)
     return _write(pin, files)
 
@@ -248,5 +246,15 @@ def _symbolic(tree: Path) -> str | None:
         return None
 
 
+def _slugs(pin: Pin) -> dict[str, str]:
+    """Subject -> name without number and suffix, of every patch here; newer sets win, and this one over all."""
+    patches = pin.folder.parent
+    folders = [*(patches / tag for tag in supported(patches) if tag != pin.folder.name), pin.folder]
+    paths = [p for folder in folders for p in sorted(folder.glob("*.patch")) if NAME.match(p.name)]
+    return {read_patch(p.name, p.read_bytes())[0].subject: p.name[5:-6] for p in paths}
+
+
 def _slug(subject: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", subject.lower().replace("'", "")).strip("-")[:52].strip("-")
+    """At most 52 characters, cut where a word ends."""
+    words = re.sub(r"[^a-z0-9]+", "-", subject.lower().replace("'", "")).strip("-")
+    return words if len(words) <= 52 else words[:53].rpartition("-")[0] or words[:52]

@@ -74,6 +74,24 @@ def test_new_commit_becomes_a_patch(tree: Case) -> None:
     assert tree.inspect().current
 
 
+def test_name_of_a_long_subject(tree: Case) -> None:
+    """It is cut where a word ends; a longer name in an older patch set is kept."""
+    subject = "Run the CPU fused MoE on local experts and accumulate in place"
+    tree.cli("--commit")
+    write(tree.root, {"vllm/b.py": (tree.root / "vllm/b.py").read_bytes() + b"# more\n"})
+    commit_all(tree.root, subject)
+    made = pin.load(tree.patches, TAG)
+    assert "0004-run-the-cpu-fused-moe-on-local-experts-and.patch" in commits.refresh(
+        tree.root, made, manifest.load(made)
+    )
+    older = tree.patches / "v9.8.0"
+    shutil.copytree(tree.folder, older)
+    whole = "run-the-cpu-fused-moe-on-local-experts-and-accumulate-in-place.patch"
+    next(older.glob("0004-*")).rename(older / f"0007-{whole}")
+    next(tree.folder.glob("0004-*")).unlink()
+    assert f"0004-{whole}" in commits.refresh(tree.root, made, manifest.load(made))
+
+
 def test_unsound_commit_writes_nothing(tree: Case) -> None:
     tree.cli("--commit")
     before = {p.name: p.read_bytes() for p in tree.folder.iterdir()}
