@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> dict:
     """Carry out one verb and return its report."""
     tag = args.vllm if args.vllm.startswith("v") else f"v{args.vllm}"
     args.dest = args.dest or HOME / "build" / f"vllm-{tag}"
+    if args.write and not args.lint:
+        raise PatchsetError(Exit.USAGE, "--write goes with --lint", "add --lint, or leave --write out")
     if args.lint:
         return workflow.lint(HOME, args.patches, args.write)
     if args.refresh:

@@ -26,7 +26,7 @@ def run(*args: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "args", [["--what"], ["--status", "--revert"], ["--target", "moon"], ["--vllm", "v0"]]
+    "args", [["--what"], ["--status", "--revert"], ["--target", "moon"], ["--vllm", "v0"], ["--write"]]
 )
 def test_usage_errors(args: list[str]) -> None:
     done = run(*args, "--json")
