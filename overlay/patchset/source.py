@@ -30,6 +30,8 @@ def obtain(pin: Pin, manifest: Mapping[str, str] | None, how: str, dest: Path) -
     """Put verified upstream at `dest` (absent or empty). `how`: auto, git, sdist or a path. Returns the way
     taken.
     """
+    if how not in ("auto", "git", "sdist"):
+        _check_path(how, dest)
     dest.parent.mkdir(parents=True, exist_ok=True)
     partial = dest.parent / f".{dest.name}.partial"
     with lock.hold(dest.parent / f".{dest.name}.lock", str(dest)):
@@ -65,6 +67,19 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "vllm-sfa-cp"
 
 
+def _check_path(how: str, dest: Path) -> None:
+    """Before anything is written: the source is there, and copying it to `dest` does not copy the copy."""
+    path = Path(how).expanduser()
+    if not (path.is_dir() or path.is_file()):
+        raise PatchsetError(Exit.UPSTREAM, f"--source {how}: no such checkout or file", OFFLINE)
+    real, into = path.resolve(), dest.resolve().parent
+    skipped = real / "build"
+    if real in (into, *into.parents) and skipped not in (into, *into.parents):
+        raise PatchsetError(
+            Exit.USAGE, f"--dest {dest} lies inside --source {how}", f"name one outside, or below {skipped}"
+        )
+
+
 def _fetch(pin: Pin, how: str, into: Path) -> str:
     if how == "auto":
         how = "git" if _git_answers(pin) else "sdist"
@@ -76,11 +91,9 @@ def _fetch(pin: Pin, how: str, into: Path) -> str:
         path = Path(how).expanduser()
         if path.is_dir():
             _copy(path, into)
-        elif path.is_file():
+        else:
             _check_digest(pin, path)
             unpack(path, into)
-        else:
-            raise PatchsetError(Exit.UPSTREAM, f"--source {how}: no such checkout or file", OFFLINE)
         how = "path"
     return how
 

@@ -87,6 +87,23 @@ def test_path_sources(tree: Case, tmp_path: Path) -> None:
     assert not list(tree.root.parent.glob(".tree*"))
 
 
+def test_destination_inside_the_source(tree: Case) -> None:
+    """Refused before anything is written, but for the source's build folder, which is not copied."""
+    before = tree.snapshot()
+    for inside in ("x/y", "build"):
+        done = tree.cli("--source", str(tree.root), "--dest", str(tree.root / inside))
+        assert done.returncode == 2
+        assert "lies inside --source" in done.stderr
+    assert tree.snapshot() == before
+    done = tree.cli("--source", str(tree.root), "--dest", str(tree.root / "build" / "y"))
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(tree.root)
+    done = tree.cli("--source", str(tree.root), "--dest", str(tree.root / "x" / "y"))
+    assert done.returncode == 3
+    assert "no such checkout or file" in done.stderr
+    assert not tree.root.exists()
+
+
 def test_no_digest_pinned(tree: Case, cache: Path, tmp_path: Path) -> None:
     """A port from a folder knows no digest: one error, before the cached file is touched; lint tells too."""
     pinned = make_pin(tree.folder, tree.upstream, sdist_sha256="")
