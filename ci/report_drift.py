@@ -5,7 +5,8 @@
     python ci/report_drift.py drift.json [--dry-run]
 
 Uses the `gh` command with its own credentials. A (version, item) pair is reported once and never again, also when
-its issue was closed: closing is how a maintainer says that it is known.
+its issue was closed: closing is how a maintainer says that it is known. Exit code: 0 done, 2 what was given or `gh`
+does not serve.
 """
 
 import argparse
@@ -55,11 +56,40 @@ def issue(pairs: Pairs, pinned: str, details: dict[str, dict[str, dict[str, str]
     return f"Drift: {', '.join(named)}", "\n".join([*lines, mark])
 
 
+class Unusable(Exception):
+    """What was given does not serve; `args` are the error and the hint that names the mend."""
+
+
+def load(path: Path) -> dict:
+    """What check_drift.py --json printed. Raises Unusable."""
+    hint = "make it with: python ci/check_drift.py --latest 3 --json > drift.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as problem:
+        raise Unusable(f"{path} cannot be read: {problem.strerror}", hint) from problem
+    except ValueError as problem:
+        raise Unusable(f"{path} is not JSON: {problem}", hint) from problem
+    kinds = {"new": dict, "pinned": str, "cells": dict}
+    lacks = [k for k, kind in kinds.items() if not (isinstance(data, dict) and isinstance(data.get(k), kind))]
+    if lacks:
+        raise Unusable(f"{path} is no report of drift: it has no {', '.join(lacks)}", hint)
+    return data
+
+
 def gh(*arguments: str, text: str | None = None) -> str:
-    """Run gh and return what it prints."""
-    return subprocess.run(
-        ["gh", *arguments], input=text, text=True, check=True, stdout=subprocess.PIPE
-    ).stdout
+    """Run gh and return what it prints. Raises Unusable."""
+    try:
+        return subprocess.run(
+            ["gh", *arguments], input=text, text=True, check=True, stdout=subprocess.PIPE
+        ).stdout
+    except OSError as problem:
+        raise Unusable(
+            f"gh cannot be run: {problem.strerror}", "install GitHub's command line, or use --dry-run"
+        ) from problem
+    except subprocess.CalledProcessError as problem:
+        raise Unusable(
+            f"gh {' '.join(arguments[:2])} ended with {problem.returncode}", "its output above says why"
+        ) from problem
 
 
 def main() -> None:
@@ -68,7 +98,7 @@ def main() -> None:
     parser.add_argument("report", type=Path, help="what check_drift.py --json printed")
     parser.add_argument("--dry-run", action="store_true", help="print the issue, ask and open nothing")
     args = parser.parse_args()
-    report = json.loads(args.report.read_text(encoding="utf-8"))
+    report = load(args.report)
     bodies = []
     if not args.dry_run:
         listed = gh("issue", "list", "--label", LABEL, "--state", "all", "--limit", "1000", "--json", "body")
@@ -88,5 +118,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except subprocess.CalledProcessError as problem:
-        sys.exit(f"error: gh ended with {problem.returncode}")
+    except Unusable as problem:
+        print("error: {}\nhint: {}".format(*problem.args), file=sys.stderr)
+        sys.exit(2)
