@@ -6,7 +6,7 @@
     python ci/check_drift.py 0.14.1 --html out.html # with the diffs, on one page
 
 Exit code: 0 nothing new against the accepted baseline, 1 new drift, 2 and above as in apply.py. Needs no vLLM and
-no torch; downloading needs pypi-simple.
+no torch; downloading needs requirements/fetch.txt, which the environment that apply.py makes has.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from patchset.errors import Exit, PatchsetError  # noqa: E402
 from patchset.ui import say  # noqa: E402
 
 PACKAGE = "vllm_sfa_cp"
+BASELINE = ROOT / "ci" / "drift_baseline.json"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "versions", nargs="*", metavar="VERSION", help="upstream versions (default: --latest 3)"
     )
-    made.add_argument("--latest", type=int, metavar="N", help="the newest N versions on the package index")
+    made.add_argument("--latest", type=_count, metavar="N", help="the newest N versions on the package index")
     made.add_argument("--vllm", metavar="TAG", help="the patch set (default: the newest one)")
     made.add_argument(
         "--source",
@@ -48,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     shape.add_argument("--markdown", action="store_true", help="Markdown on stdout")
     made.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
     made.add_argument("--all", action="store_true", help="show the rows without any drift too")
-    made.add_argument("--baseline", type=Path, default=ROOT / "ci" / "drift_baseline.json", metavar="FILE")
+    made.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="what is accepted (default ci/drift_baseline.json)"
+    )
     made.add_argument("--accept", action="store_true", help="write what was found to the baseline, exit 0")
     return made
 
@@ -65,13 +68,33 @@ def main(argv: list[str] | None = None) -> int:
         if problem.hint:
             say(f"hint: {problem.hint}")
         return int(problem.code)
+    except BrokenPipeError:
+        raise
+    except OSError as problem:  # 1 would say that there is new drift
+        say(f"error: {problem.filename or 'a file'}: {problem.strerror or problem}")
+        say("hint: name files that can be read and written, on a disk with free space")
+        return int(Exit.USAGE)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
     names = pin.supported(args.patches)
     pinned = pin.load(args.patches, args.vllm or (names[-1] if names else "none"))
     patches = series.load(pinned, manifest.load(pinned))
-    accepted = drift.load_baseline(args.baseline)
+    baseline = args.baseline or BASELINE
+    if args.baseline and not args.accept and not baseline.exists():
+        raise PatchsetError(
+            Exit.USAGE, f"--baseline {baseline}: no such file", "correct the path, or make one with --accept"
+        )
+    for option, path in (("--html", args.html), ("--baseline", baseline if args.accept else None)):
+        if path is not None:
+            _writable(option, path)
+    accepted = drift.load_baseline(baseline)
     overlay = snapshot.FolderFiles(args.overlay.parent, f"{args.overlay.name}/")
     found = drift.examine(
         patches,
@@ -84,6 +107,8 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         found.torch_npu = _torch_npu(args.torch_npu)
     for version, why in found.unavailable.items():
         say(f"{version}: not examined, {why}")
+    if not found.examined:
+        raise PatchsetError(Exit.UPSTREAM, "no version could be examined", "name versions that have an sdist")
     if args.html:
         args.html.write_text(report.html(found, accepted), encoding="utf-8")
         say(f"wrote {args.html}")
@@ -96,12 +121,23 @@ def _run(args: argparse.Namespace, argv: list[str]) -> int:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 160
         print(report.text(found, accepted, width, args.all), end="")
     if args.accept:
-        drift.save_baseline(args.baseline, found, accepted)
-        say(f"accepted: {args.baseline}")
+        drift.save_baseline(baseline, found, accepted)
+        say(f"accepted: {baseline}")
         return Exit.DONE
-    if not found.examined:
-        raise PatchsetError(Exit.UPSTREAM, "no version could be examined", "name versions that have an sdist")
     return Exit.NOT_SO if found.new(accepted) else Exit.DONE
+
+
+def _writable(option: str, path: Path) -> None:
+    """An examination takes minutes, so what it is to write to is looked at before."""
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "permission denied"
+    else:
+        return
+    raise PatchsetError(Exit.USAGE, f"{option} {path} cannot be written: {why}", "name another file")
 
 
 def _versions(args: argparse.Namespace, pinned: pin.Pin) -> list[str]:

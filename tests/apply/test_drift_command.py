@@ -1,5 +1,6 @@
 """The two commands of the drift check: what they print, accept and report, and how they refuse."""
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from patchset import drift
 from patchset.blob import blob_id
 from test_drift import OVERLAY, ROOT, UPSTREAM, encoded, patch_text
 
@@ -44,6 +46,7 @@ def checkout(tmp_path: Path) -> Path:
         for path, data in encoded(files).items():
             (tmp_path / place / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / place / path).write_bytes(data)
+    (tmp_path / "baseline.json").write_text(json.dumps({"format": drift.FORMAT, "accepted": {}}))
     return tmp_path
 
 
@@ -61,7 +64,8 @@ def check(checkout: Path, *argv: str) -> int:
     """Run the command on the fake checkout."""
     module = command()
     places = {"--patches": "patches", "--overlay": "ours", "--source": "up", "--baseline": "baseline.json"}
-    return int(module.main([*argv, *(a for k, v in places.items() for a in (k, str(checkout / v)))]))
+    fixed = [a for k, v in places.items() if k not in argv for a in (k, str(checkout / v))]
+    return int(module.main([*argv, *fixed]))
 
 
 def test_the_command_reports_accepts_and_then_is_quiet(
@@ -84,8 +88,13 @@ def test_the_command_reports_accepts_and_then_is_quiet(
     assert check(checkout, "2.0.0", "--accept") == 0
     assert check(checkout, "2.0.0") == 0
     assert check(checkout, "2.0.0", "3.0.0") == 0
-    assert check(checkout, "3.0.0") == 3
-    assert "no version could be examined" in capsys.readouterr().err
+    capsys.readouterr()
+    for shape in ([], ["--json"], ["--accept"], ["--html", str(checkout / "none.html")]):
+        assert check(checkout, "3.0.0", *shape) == 3
+        out, err = capsys.readouterr()
+        assert "no version could be examined" in err
+        assert out == ""
+    assert not (checkout / "none.html").exists()
 
 
 def test_json_and_markdown_carry_everything(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +123,7 @@ def test_a_damaged_baseline_is_one_line(checkout: Path, capsys: pytest.CaptureFi
 def test_the_known_answers_of_real_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("pypi_simple")
     module = command()
+    (tmp_path / "none.json").write_text(json.dumps({"format": drift.FORMAT, "accepted": {}}))
     module.main(["0.12.0", "0.13.0", "0.14.1", "0.15.0", "--json", "--baseline", str(tmp_path / "none.json")])
     data = json.loads(capsys.readouterr().out)
     states = {
@@ -128,6 +138,55 @@ def test_the_known_answers_of_real_versions(tmp_path: Path, capsys: pytest.Captu
     if "cannot be read" in data["unavailable"]["0.15.0"]:
         pytest.skip("the package index is out of reach")
     assert data["unavailable"] == {"0.15.0": "no sdist on the index"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--html", "none/x.html"], "none/x.html cannot be written: there is no folder"),
+        (["--html", "up"], "up cannot be written: it is a folder"),
+        (["--accept", "--baseline", "none/b.json"], "none/b.json cannot be written: there is no folder"),
+        (["--baseline", "up"], "up: Is a directory"),
+        (["--baseline", "none.json"], "none.json: no such file"),
+    ],
+)
+def test_files_are_looked_at_first(
+    checkout: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
+) -> None:
+    """One line and 2, never 1, which says that there is new drift; and before minutes of examination."""
+    argv = [a if a.startswith("--") else str(checkout / a) for a in argv]
+    assert check(checkout, "2.0.0", *argv) == 2
+    out, err = capsys.readouterr()
+    error, hint = err.splitlines()
+    assert error.startswith("error: ")
+    assert says in error
+    assert hint.startswith("hint: ")
+    assert out == ""
+
+
+def test_a_full_disk_is_no_new_drift(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", "out.html")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert check(checkout, "1.1.0", "--html", str(checkout / "out.html")) == 2
+    assert "error: out.html: No space left on device" in capsys.readouterr().err
+
+
+def test_accept_makes_a_baseline(checkout: Path) -> None:
+    new = ["--baseline", str(checkout / "new.json")]
+    assert check(checkout, "2.0.0", "--accept", *new) == 0
+    assert check(checkout, "2.0.0", *new) == 0
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x", "²"])
+def test_latest_is_at_least_one(checkout: Path, capsys: pytest.CaptureFixture[str], count: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        check(checkout, f"--latest={count}")
+    assert caught.value.code == 2
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_an_issue_names_each_pair_once_even_if_it_was_closed() -> None:
