@@ -59,8 +59,12 @@ class Target:
 
 
 def tree(root: Path) -> Target:
-    """The target for a source tree (which need not exist yet)."""
-    return Target(Path(os.path.abspath(root)))
+    """The target for a source tree (which need not exist yet). Raises where something else is in its place."""
+    path = Path(os.path.abspath(root))
+    there = next(at for at in (path, *path.parents) if os.path.lexists(at))
+    if not there.is_dir():
+        raise PatchsetError(Exit.TARGET, f"{there} is not a folder", "name a vLLM tree with --dest")
+    return Target(path)
 
 
 def installed(python: Path) -> Target:

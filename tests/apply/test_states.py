@@ -289,6 +289,17 @@ def test_not_a_tree(tree: Case) -> None:
     assert "is not a vLLM tree" in done.stderr
 
 
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_file_is_no_target(tree: Case, tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for verb in (["--status"], ["--revert"], ["--dry-run"], ["--source", str(tree.upstream)]):
+        done = tree.cli(*verb, "--dest", str(file / below))
+        assert done.returncode == 5
+        assert done.stderr.startswith(f"error: {file} is not a folder\nhint: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
 def test_missing_and_extra_files_are_named(case: Case) -> None:
     """A21: a file that is gone is `missing`; one too many is `extra` in a tree, and in an environment another
     distribution's.
