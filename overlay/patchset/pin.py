@@ -26,10 +26,10 @@ class Pin:
 
 def supported(patches: Path) -> list[str]:
     """Tags that have a patch set, oldest first."""
-    return sorted((p.parent.name for p in patches.glob("*/upstream.toml")), key=_order)
+    return sorted((p.parent.name for p in patches.glob("*/upstream.toml")), key=order)
 
 
-def _order(tag: str) -> tuple[list[int], bool, str]:
+def order(tag: str) -> tuple[list[int], bool, str]:
     """Numbers by value; 0.12.0rc1 comes before 0.12.0, 0.12.0.post1 after it."""
     rest = tag.removeprefix("v").lstrip("0123456789.")
     numbers = [int(n) for n in re.findall("[0-9]+", tag.removesuffix(rest))]

@@ -10,7 +10,7 @@ from . import diff
 from .blob import ABSENT, blob_id
 from .errors import Exit, PatchsetError
 from .manifest import covers
-from .pin import Pin
+from .pin import Pin, order
 
 NAME = re.compile(r"^(\d{4})-[a-z0-9][a-z0-9.-]*\.patch$")
 STATUS = re.compile(r"^(Pending|Submitted \[[^\]]+\]|Backport \[[^\]]+\]|Inappropriate \[[^\]]+\])$")
@@ -91,7 +91,7 @@ def examine(pin: Pin, manifest: Mapping[str, str]) -> tuple[Series, list[str]]:
         path = pin.folder / name
         if path.is_file():
             patch, own = read_patch(name, path.read_bytes())
-            problems += [f"{name}: {p}" for p in own]
+            problems += [f"{name}: {p}" for p in [*own, *_backport(patch, pin)]]
             patches.append(patch)
     known = dict(manifest)
     for patch in patches:
@@ -110,6 +110,16 @@ def examine(pin: Pin, manifest: Mapping[str, str]) -> tuple[Series, list[str]]:
                 problems.append(f"{patch.name}: {change.path}: {why}")
             known[change.path] = change.after
     return Series(pin, tuple(patches)), problems
+
+
+def _backport(patch: Patch, pin: Pin) -> list[str]:
+    if not (match := re.fullmatch(r"Backport \[(.*)\]", patch.status)):
+        return []
+    if not re.fullmatch(r"v?\d+(\.\d+)+[\w.]*", match[1]):
+        return [f"{patch.status} names no version; write it like Backport [0.13.0]"]
+    if order(match[1]) <= order(pin.version):
+        return [f"{patch.status}: the pinned vLLM {pin.version} has it already; drop the patch"]
+    return []
 
 
 def _order(folder: Path, problems: list[str]) -> list[str]:
@@ -162,6 +172,8 @@ def read_patch(name: str, data: bytes) -> tuple[Patch, list[str]]:
             f"Upstream-Status {status!r} is none of Pending, Submitted [where], "
             "Backport [version], Inappropriate [reason]"
         )
+    if remove and len(remove.split()) < 3:
+        problems.append(f"Remove-when {remove!r} is no condition; say in three words or more when it can go")
     if not marker:
         problems.append("not a patch: no 'diff --git' section")
     if re.search(rb"\n-- \n[^\n]*\n\s*$", data_for_parse):

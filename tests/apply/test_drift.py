@@ -30,7 +30,7 @@ def patch_text(path: str, old: str, new: str, status: str = "Pending", subject: 
     return (
         f"From {'0' * 40} Mon Sep 17 00:00:00 2001\nFrom: A <a@example.org>\n"
         f"Date: Tue, 1 Dec 2026 06:00:00 +0000\nSubject: [PATCH] {subject}\n\nBecause.\n\n"
-        f"Upstream-Status: {status}\nRemove-when: never\n\ndiff --git a/{path} b/{path}\n{index}\n{body}"
+        f"Upstream-Status: {status}\nRemove-when: upstream does it\n\ndiff --git a/{path} b/{path}\n{index}\n{body}"
     ).encode()
 
 

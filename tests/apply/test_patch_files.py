@@ -37,7 +37,14 @@ BREAKS = {
     "crlf": (lambda d: d.replace(b"\n", b"\r\n"), "CRLF line ends"),
     "no status": (rewrite(b"Upstream-Status: Pending\n", b""), "'Upstream-Status:' line is wanted"),
     "bad status": (rewrite(b"Status: Pending", b"Status: Soon"), "'Soon' is none of"),
-    "no remove-when": (rewrite(b"Remove-when: never\n", b""), "'Remove-when:' line is wanted"),
+    "backport of old": (
+        rewrite(b"Status: Pending", b"Status: Backport [v9.9]"),
+        "Backport [v9.9]: the pinned vLLM 9.9.0 has it already",
+    ),
+    "backport of this": (rewrite(b"Status: Pending", b"Status: Backport [9.9.0]"), "has it already"),
+    "backport of what": (rewrite(b"Status: Pending", b"Status: Backport [main]"), "names no version"),
+    "no remove-when": (rewrite(b"Remove-when: upstream does it\n", b""), "'Remove-when:' line is wanted"),
+    "short remove-when": (rewrite(b"upstream does it", b"x"), "Remove-when 'x' is no condition"),
     "no why": (rewrite(b"Because.\n", b""), "does not say why"),
     "signature": (lambda d: d + b"-- \n2.39.5\n\n", "carries a git signature"),
     "dotdot": (rewrite(b"vllm/a.py", b"vllm/../a.py"), "'..' path component"),
@@ -73,6 +80,12 @@ def test_broken_patch_is_refused_by_name(tree: Case, name: str) -> None:
         caught.value.problems
     )
     assert tree.snapshot() == before
+
+
+def test_backport_of_what_comes_later(tree: Case) -> None:
+    path = next(tree.folder.glob("0001-*"))
+    path.write_bytes(path.read_bytes().replace(b"Pending", b"Backport [9.10.0]"))
+    assert tree.apply().action == "applied"
 
 
 def test_every_problem_at_once(tree: Case) -> None:
