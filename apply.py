@@ -19,7 +19,7 @@ if not (3, 10) <= sys.version_info[:2] < (3, 14):
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(HOME / "overlay"))
 
-from patchset import interrupt, rebase, workflow  # noqa: E402
+from patchset import interrupt, pin, rebase, workflow  # noqa: E402
 from patchset.errors import Exit, PatchsetError  # noqa: E402
 
 
@@ -35,8 +35,9 @@ def parser() -> Parser:
     out = Parser(
         prog="apply.py", description="Fetch, verify and patch a pinned vLLM, and install it with SFA-CP."
     )
+    current = pin.current(HOME / "overlay" / workflow.PACKAGE)
     out.add_argument(
-        "--vllm", default="v0.12.0", metavar="VERSION", help="the patch set to use (default %(default)s)"
+        "--vllm", default=current, metavar="VERSION", help="the patch set to use (default %(default)s)"
     )
     out.add_argument("--dest", type=Path, metavar="DIR", help="the vLLM tree (default build/vllm-VERSION)")
     out.add_argument(

@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "versions", nargs="*", metavar="VERSION", help="upstream versions (default: --latest 3)"
     )
     made.add_argument("--latest", type=_count, metavar="N", help="the newest N versions on the package index")
-    made.add_argument("--vllm", metavar="TAG", help="the patch set (default: the newest one)")
+    made.add_argument("--vllm", metavar="TAG", help="the patch set (default: what SUPPORTED_VLLM names)")
     made.add_argument(
         "--source",
         default="sdist",
@@ -83,8 +83,7 @@ def _count(text: str) -> int:
 
 
 def _run(args: argparse.Namespace, argv: list[str]) -> int:
-    names = pin.supported(args.patches)
-    pinned = pin.load(args.patches, args.vllm or (names[-1] if names else "none"))
+    pinned = pin.load(args.patches, args.vllm or pin.current(args.overlay))
     patches = series.load(pinned, manifest.load(pinned))
     baseline = args.baseline or BASELINE
     if args.baseline and not args.accept and not baseline.exists():

@@ -29,6 +29,19 @@ def supported(patches: Path) -> list[str]:
     return sorted((p.parent.name for p in patches.glob("*/upstream.toml")), key=order)
 
 
+def current(package: Path) -> str:
+    """The tag that SUPPORTED_VLLM names in `package` (the overlay's), read as text. Raises where none does."""
+    path = package / "__init__.py"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if found := re.search(r'^SUPPORTED_VLLM = "([^"]+)"$', text, re.M):
+        return f"v{found[1]}"
+    raise PatchsetError(
+        Exit.PATCH,
+        f"{path} has no line SUPPORTED_VLLM",
+        "restore it from version control, or name a patch set with --vllm",
+    )
+
+
 def order(tag: str) -> tuple[list[int], bool, str]:
     """Numbers by value; 0.12.0rc1 comes before 0.12.0, 0.12.0.post1 after it."""
     rest = tag.removeprefix("v").lstrip("0123456789.")

@@ -21,6 +21,7 @@ from .status import Condition, inspect
 from .ui import say
 
 Report = dict[str, Any]
+PACKAGE = "vllm_sfa_cp"  # in the overlay
 
 
 @dataclass(frozen=True)
@@ -157,14 +158,15 @@ def demo(project: Project, args: Namespace) -> bool:
 
 def lint(home: Path, patches: Path, write: bool) -> Report:
     """All problems of all patch sets and of the text generated from them. Raises where there are any."""
-    problems = []
-    tags = pins.supported(patches)
+    tags, current = pins.supported(patches), pins.current(home / "overlay" / PACKAGE)
+    known = ", ".join(tags) or "none"
+    problems = [] if current in tags else [f"SUPPORTED_VLLM: {current} has no patch set here ({known})"]
     for tag in tags:
         pin = pins.load(patches, tag)
         series, found = sets.examine(pin, manifests.load(pin))
         problems += [f"{tag}: {line}" for line in [*found, *pins.problems(pin)]]
         problems += _toml_problems(pin)
-        if not found and tag == tags[-1]:  # the newest
+        if not found and tag == current:
             problems += docs.check(home, series, write)
     if problems:
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"

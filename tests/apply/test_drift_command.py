@@ -46,6 +46,7 @@ def checkout(tmp_path: Path) -> Path:
         for path, data in encoded(files).items():
             (tmp_path / place / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / place / path).write_bytes(data)
+    (tmp_path / "ours" / "__init__.py").write_text('SUPPORTED_VLLM = "1.0.0"\n')
     (tmp_path / "baseline.json").write_text(json.dumps({"format": drift.FORMAT, "accepted": {}}))
     return tmp_path
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_upstream import HOME, TAG, Case, make_pin
+from fake_upstream import HOME, Case, make_pin
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from patchset import diff, pin, workflow
@@ -116,14 +116,31 @@ def test_supported_is_in_order_of_version(tmp_path: Path) -> None:
     assert pin.supported(tmp_path) == tags
 
 
-def test_lint_generates_from_the_newest(tree: Case, tmp_path: Path) -> None:
-    newest = make_pin(tree.folder, tree.upstream, "0" * 40)
-    old = tree.patches / "v9.8.0"
-    shutil.copytree(newest.folder, old)
-    toml = (old / "upstream.toml").read_text().replace("9.9.0", "9.8.0")
-    (old / "upstream.toml").write_text(toml)
-    workflow.lint(tmp_path, tree.patches, True)
-    assert TAG in (tmp_path / "MODIFICATIONS.md").read_text()
+def test_lint_generates_for_the_current_set(tree: Case, tmp_path: Path) -> None:
+    """SUPPORTED_VLLM says which one is current: a port, which is newer, is not until then."""
+    made = make_pin(tree.folder, tree.upstream, "0" * 40)
+    port = tree.patches / "v9.10.0"
+    shutil.copytree(made.folder, port)
+    (port / "upstream.toml").write_text((port / "upstream.toml").read_text().replace("9.9.0", "9.10.0"))
+    init = tmp_path / "overlay" / workflow.PACKAGE / "__init__.py"
+    init.parent.mkdir(parents=True)
+    for version in ("9.9.0", "9.10.0"):
+        init.write_text(f'"""Doc."""\nSUPPORTED_VLLM = "{version}"\n')
+        workflow.lint(tmp_path, tree.patches, True)
+        assert f"vLLM v{version} " in (tmp_path / "MODIFICATIONS.md").read_text()
+    init.write_text('SUPPORTED_VLLM = "9.11.0"\n')
+    with pytest.raises(PatchsetError, match=r"v9\.11\.0 has no patch set here \(v9\.9\.0, v9\.10\.0\)"):
+        workflow.lint(tmp_path, tree.patches, False)
+    init.write_text("")
+    with pytest.raises(PatchsetError, match="has no line SUPPORTED_VLLM"):
+        workflow.lint(tmp_path, tree.patches, False)
+
+
+def test_default_is_the_current_set() -> None:
+    done = subprocess.run(
+        ["python3", str(HOME / "apply.py"), "--help"], capture_output=True, text=True, check=True
+    )
+    assert f"(default {pin.current(HOME / 'overlay' / workflow.PACKAGE)})" in done.stdout
 
 
 def test_lint_of_this_repository() -> None:
