@@ -22,6 +22,12 @@ sys.path.insert(0, str(HOME / "overlay"))
 from patchset import interrupt, pin, rebase, workflow  # noqa: E402
 from patchset.errors import Exit, PatchsetError  # noqa: E402
 
+# What a verb has no use for. --no-install goes with all: where nothing is installed anyway, it holds.
+UNUSED = {
+    **dict.fromkeys(("status", "lint", "refresh", "rebase_onto"), ("commit", "force", "dry_run")),
+    "revert": ("commit", "force"),
+}
+
 
 class Parser(argparse.ArgumentParser):
     """Reports usage errors like every other error."""
@@ -82,12 +88,21 @@ def parser() -> Parser:
     return out
 
 
-def run(args: argparse.Namespace) -> dict:
-    """Carry out one verb and return its report."""
-    tag = args.vllm if args.vllm.startswith("v") else f"v{args.vllm}"
-    args.dest = args.dest or HOME / "build" / f"vllm-{tag}"
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that would be ignored: who asks for a dry run must not get a real one."""
     if args.write and not args.lint:
         raise PatchsetError(Exit.USAGE, "--write goes with --lint", "add --lint, or leave --write out")
+    for verb, unused in UNUSED.items():
+        if found := [name for name in unused if getattr(args, verb) and getattr(args, name)]:
+            verb, option = (f"--{name.replace('_', '-')}" for name in (verb, found[0]))
+            raise PatchsetError(Exit.USAGE, f"{option} does not go with {verb}", f"leave {option} out")
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Carry out one verb and return its report."""
+    check(args)
+    tag = args.vllm if args.vllm.startswith("v") else f"v{args.vllm}"
+    args.dest = args.dest or HOME / "build" / f"vllm-{tag}"
     if args.lint:
         return workflow.lint(HOME, args.patches, args.write)
     if args.refresh:

@@ -38,6 +38,17 @@ def test_usage_errors(args: list[str]) -> None:
     assert json.loads(done.stdout)["exit"] == 2
 
 
+@pytest.mark.parametrize("verb", ["--status", "--lint", "--refresh", "--rebase-onto", "--revert"])
+def test_options_that_a_verb_would_ignore(tree: Case, verb: str) -> None:
+    words = {"--refresh": [str(tree.root)], "--rebase-onto": ["v9.10.0", str(tree.root)]}.get(verb, [])
+    before = tree.snapshot(), sorted(tree.patches.rglob("*"))
+    for option in ["--commit", "--force", *(["--dry-run"] if verb != "--revert" else [])]:
+        done = tree.cli(verb, *words, option)
+        assert done.returncode == 2
+        assert done.stderr == f"error: {option} does not go with {verb}\nhint: leave {option} out\n"
+    assert (tree.snapshot(), sorted(tree.patches.rglob("*"))) == before
+
+
 def test_help_needs_nothing() -> None:
     done = run("--help", env={"PATH": ""})
     assert done.returncode == 0
