@@ -140,6 +140,7 @@ def _pin(new: Pin, folder: Path) -> Pin:
         raise PatchsetError(
             Exit.UPSTREAM, f"{folder} is vLLM {claims}, not {new.version}", "name another folder"
         )
+    new = _with_digest(new)
     text = manifest.dump(manifest.scan(folder))
     new = replace(new, commit=_commit_of(folder), manifest_sha256=hashlib.sha256(text).hexdigest())
     new.folder.mkdir(parents=True, exist_ok=True)
@@ -151,6 +152,17 @@ def _pin(new: Pin, folder: Path) -> Pin:
     path.write_text(TEMPLATE.format(**fields), encoding="utf-8")
     say(f"{new.folder} is made; check commit and digests in upstream.toml")
     return new
+
+
+def _with_digest(new: Pin) -> Pin:
+    """A folder does not know the sdist's digest; the index may be out of reach, and lint asks for it later."""
+    if new.sdist_sha256:
+        return new
+    try:
+        return replace(new, sdist_sha256=source.index_digest(new))
+    except PatchsetError as problem:
+        say(f"the sha256 of {new.sdist} is left blank: {problem.message}")
+        return new
 
 
 def _prepare(project: Project, new: Pin, folder: Path, patched: Path) -> None:

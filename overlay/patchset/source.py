@@ -210,7 +210,11 @@ def index_digest(pin: Pin) -> str:
     try:
         with index.client() as client:
             packages = client.get_project_page(pin.project, timeout=30).packages
-    except (requests.RequestException, pypi_simple.NoSuchProjectError) as problem:
+    except (
+        requests.RequestException,
+        pypi_simple.NoSuchProjectError,
+        pypi_simple.UnsupportedContentTypeError,
+    ) as problem:
         raise PatchsetError(
             Exit.UPSTREAM, f"the package index cannot be read: {_short(problem)}", OFFLINE
         ) from problem

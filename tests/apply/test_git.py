@@ -177,10 +177,11 @@ def test_dubious_ownership(tree: Case, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "safe.directory" in done.stderr
 
 
-def test_rebase(tree: Case, tmp_path: Path) -> None:
+def test_rebase(tree: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A port: what applies is applied, what upstream has is left out, a conflict is git's; refresh writes the
     series.
     """
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
     tree.apply()
     newer = tmp_path / "newer"
     shutil.copytree(tree.upstream, newer)

@@ -136,12 +136,31 @@ def test_port_from_an_sdist_file(tree: Case, tmp_path: Path) -> None:
     assert pin.problems(new) == []
 
 
+def test_port_from_a_folder(tree: Case, index: Path, tmp_path: Path) -> None:
+    """The index says the sdist's digest; one that it does not know is left blank, which is said."""
+    pytest.importorskip("pypi_simple")
+    digest = "5" * 64
+    name = "fake-vllm-9.10.0.tar.gz"
+    page = f'<!doctype html><a href="/{name}#sha256={digest}">{name}</a>'
+    (index / "fake-vllm" / "index.html").write_text(page)
+    for version, pinned in (("9.10.0", digest), ("9.11.0", "")):
+        newer = tmp_path / version
+        shutil.copytree(tree.upstream, newer)
+        (newer / "vllm/_version.py").write_text(f"__version__ = version = '{version}'\n")
+        done = tree.cli("--rebase-onto", version, str(tmp_path / f"port-{version}"), "--source", str(newer))
+        assert done.returncode == 0, done.stderr
+        assert pin.load(tree.patches, version).sdist_sha256 == pinned
+        left = f"the sha256 of fake-vllm-{version}.tar.gz is left blank: the package index has no"
+        assert (left in done.stderr) == (not pinned)
+
+
 LIBRARIES = {
     "requests": "class RequestException(Exception): pass",
     "pypi_simple": """
 import sys
 PYPI_SIMPLE_ENDPOINT = ""
 class NoSuchProjectError(Exception): pass
+class UnsupportedContentTypeError(Exception): pass
 class PyPISimple:
     def __init__(self, url): raise NoSuchProjectError(f"asked from {sys.prefix}")
 """,
