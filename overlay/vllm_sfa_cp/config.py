@@ -64,6 +64,16 @@ class SfaCpConfig:
         """Whether a step can run on TP shards of the projections, which only source `gather` keeps."""
         return self.enable_sfa_cp and self.weights == "gather" and {"q_b_proj", "o_proj"} <= set(self.shared)
 
+    @property
+    def warning(self) -> str | None:
+        """What works, but hardly as it was meant."""
+        if self.enable_sfa_cp and self.weights == "gather" and not self.has_tp_path:
+            return (
+                'decode-only steps fetch full weights too: their TP path needs q_b_proj and o_proj in "sfa_cp": '
+                '{"shared": [...]}'
+            )
+        return None
+
     def takes_tp_path(self, tokens: int, max_query_len: int) -> bool:
         """Whether a step runs on the TP shards: decode-only steps, and those too small for CP to pay."""
         if not self.has_tp_path:

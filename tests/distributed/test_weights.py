@@ -401,6 +401,7 @@ def test_blocks_that_the_shards_would_cut(ranks, tmp_path):
         assert text.startswith(
             "ValueError: Weight input_size_per_partition = 64 is not divisible by weight quant"
         )
+        assert '"broadcast"' in text
 
 
 def test_soak(request, models):

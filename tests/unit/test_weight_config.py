@@ -36,6 +36,12 @@ def test_only_a_pure_producer_broadcasts_by_default(role, source):
     assert resolved({"weights": "replicate"}, role).weights == "replicate"
 
 
+def test_gather_without_a_tp_path_is_warned_of():
+    assert "q_b_proj and o_proj" in resolved({"shared": ["o_proj"]}).warning
+    assert resolved().warning is None
+    assert resolved({"weights": "broadcast", "shared": ["o_proj"]}).warning is None
+
+
 @pytest.mark.parametrize(
     ("weights", "shared", "decode"),
     [

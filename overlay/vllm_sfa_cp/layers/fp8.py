@@ -85,9 +85,15 @@ class BlockFp8LinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         block = list(self.block)
-        validate_fp8_block_shape(
-            layer, input_size, output_size, input_size_per_partition, output_partition_sizes, block
-        )
+        try:
+            validate_fp8_block_shape(
+                layer, input_size, output_size, input_size_per_partition, output_partition_sizes, block
+            )
+        except ValueError as err:
+            mend = (
+                'use fewer tensor-parallel ranks, or "sfa_cp": {"weights": "broadcast"} for whole projections'
+            )
+            raise ValueError(f"{err}; {mend}") from err
         layer.weight_block_size = block  # read by the merged linear's loader
         rows, cols = sum(output_partition_sizes), input_size_per_partition
         dims = {"input_dim": 1, "output_dim": 0, "weight_loader": extra_weight_attrs.get("weight_loader")}

@@ -130,6 +130,8 @@ class SfaCpAscendPlatform(Platform):
                 section.setdefault("ops", "ascend")
         config = sfa_config.resolve(vllm_config)
         parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+        if config.warning:
+            logger.warning_once(config.warning)
         if config.enable_sfa_cp:
             metrics.make_dir()
         if vllm_config.model_config and vllm_config.model_config.dtype == torch.float32:

@@ -70,6 +70,8 @@ class SfaCpCpuPlatform(CpuPlatform):
         if asked.mode != "off" and parallel.tensor_parallel_size == 1:
             logger.warning_once("%s needs tensor_parallel_size > 1; running as off", asked.mode)
 
+        if config.warning:
+            logger.warning_once(config.warning)
         get_ops(config.ops)  # refuses here, not in a worker, what cannot be imported
 
         ranks = parallel.world_size * parallel.data_parallel_size_local
