@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from engines import engine, generate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Prompts = list[list[int]]
 
@@ -331,13 +332,24 @@ def communication(model: str, prompt: list[int], **kwargs: Any) -> dict[str, Any
     return {"calls": calls, "writes": writes, "steps": log, "group": group, "answer": answer}
 
 
+class _Opened(TorchDispatchMode):
+    """Lets modes below see inside vLLM's custom operators, whose kernels are Python."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "vllm":
+            return func(*args, **(kwargs or {}))
+        with self:
+            cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            return func.redispatch(cpu, *args, **(kwargs or {}))
+
+
 def flops(model: str, prompt: list[int], **kwargs: Any) -> int:
     """FLOPs of this rank's matrix products in the prefill of a prompt, as torch's FlopCounterMode counts them."""
     from torch.utils.flop_counter import FlopCounterMode
 
     with engine(model, **kwargs) as llm:
         generate(llm, [prompt], 1, logits=False)
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, _Opened():
             generate(llm, [prompt], 1, logits=False)
     return counter.get_total_flops()
 
