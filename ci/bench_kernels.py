@@ -38,6 +38,9 @@ LAUNCHES = {  # name: rows per segment, visible keys of its last row
     "prefill 8192 rows at 8192": ([8192], [8192]),
     "32 chunks of 32 rows at 600": ([32] * 32, [600] * 32),
     "decode 8 rows at 2048": ([1] * 8, [2048] * 8),
+    # What the first of eight ranks has of one prompt, whose blocks all its segments share.
+    "one prompt of 8192, 1024 rows in zigzag": ([512, 512], [512, 8192]),
+    "one prompt of 8192, 1024 rows in round-robin": ([1] * 1024, list(range(1, 8193, 8))),
 }
 
 
@@ -112,11 +115,13 @@ def main() -> None:
         if options.only not in name:
             continue
         rows, width = sum(counts), -(-max(lengths) // BLOCK)
-        blocks = len(counts) * width
+        alone = name.startswith("one prompt")
+        blocks = width if alone else len(counts) * width
+        table = torch.randperm(blocks).view(-1, width).expand(len(counts), -1)
         segments = Segments(
             torch.tensor(counts).cumsum(0).int(),
             torch.tensor(lengths).int(),
-            torch.randperm(blocks).view(len(counts), -1).int(),
+            table.int().contiguous(),
             max(lengths),
         )
         q, weights = torch.randn(rows, INDEX_HEADS, INDEX_WIDTH).to(dtype), torch.rand(rows, INDEX_HEADS)

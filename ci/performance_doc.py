@@ -185,6 +185,19 @@ def _kernels(reports: Reports) -> list[str]:
                 ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.03),
             ]
         )
+    deals = {
+        run["launch"].rpartition(" ")[2]: run["ms"]
+        for run in report["runs"]
+        if run["kernel"] == "indexer_topk" and run["launch"].startswith("one prompt")
+    }
+    dealt = []
+    if {"zigzag", "round-robin"} <= deals.keys():
+        ratio = deals["round-robin"] / deals["zigzag"]
+        dealt = [
+            "- **zigzag or round-robin**: both deal causal work out evenly. Rows that follow each other share",
+            "  their keys in one product; dealt out in turn they share none, and the indexer takes",
+            f"  {ratio:.1f} times as long for as much work. So `balanced` is zigzag.",
+        ]
     header = ["kernel", "launch", "ms", "useful GFLOP/s", "of a square product", "CPU time goes to"]
     return [
         "## Kernels",
@@ -203,6 +216,7 @@ def _kernels(reports: Reports) -> list[str]:
         "  keep them busy, the 8 of a tensor-parallel rank do not, and gathering the latents (`index_select`), the",
         "  same bytes for any number of heads, shows. That is a gain of SFA-CP that FLOPs do not count.",
         "- **decode** of few rows pays for the calls themselves (`rest`), the more the fewer heads there are.",
+        *dealt,
         "",
     ]
 
