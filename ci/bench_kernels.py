@@ -13,12 +13,9 @@ import json
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -28,6 +25,7 @@ from vllm_sfa_cp.bench import write
 from vllm_sfa_cp.bench_report import machine
 from vllm_sfa_cp.ops import get_ops
 from vllm_sfa_cp.ops.interface import Segments
+from vllm_sfa_cp.rank_engines import call_timers
 
 MODEL = "dsv32-128k/64"  # whose sizes these are, as are topk 128 and 64 heads
 INDEX_HEADS, INDEX_WIDTH, LATENT, ROPE, BLOCK = 32, 64, 256, 32, 16
@@ -62,26 +60,12 @@ def measure(run: Callable[[], object], repeats: int) -> dict[str, float]:
 
 def parts(ops: Any, run: Callable[[], object]) -> dict[str, float]:
     """Share of a run's CPU time in each of the calls that the reference kernels are made of."""
-    spent: Counter[str] = Counter()
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent[name] += time.process_time() - begin  # type: ignore[assignment]
-
-        return call
-
     owners = [(torch, name) for name in ("mm", "bmm", "index_select", "softmax")]
     loops = getattr(ops, "_loops", None)
     owners += [
         (loops, name) for name in ("weighted_relu_sum", "weighted_relu_sum_bf16", "select_topk") if loops
     ]
-    with ExitStack() as stack:
-        for owner, name in owners:
-            stack.enter_context(mock.patch.object(owner, name, timed(name, getattr(owner, name))))
+    with call_timers(owners, time.process_time) as spent:
         begin = time.process_time()
         run()
         whole = time.process_time() - begin

@@ -48,7 +48,7 @@ EDITS: list[tuple[str, dict[str, tuple[bytes, bytes] | bytes | None]]] = [
         {"vllm/new/mod.py": b"added = 1\n", "vllm/gone.py": None, "vllm/b.py": (b"return 2", b"return 3")},
     ),
 ]
-TRAILERS = "Because.\n\nUpstream-Status: Pending\nRemove-when: never\n"
+TRAILERS = "Because.\n\nUpstream-Status: Pending\nRemove-when: upstream does it\n"
 DATE = {
     "GIT_AUTHOR_DATE": "Tue, 1 Dec 2026 06:00:00 +0000",
     "GIT_COMMITTER_DATE": "Tue, 1 Dec 2026 06:00:00 +0000",

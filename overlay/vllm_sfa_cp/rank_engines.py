@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -197,24 +197,29 @@ def received() -> Iterator[Counter[str]]:
 @contextmanager
 def kernel_timers(ops: str = "reference") -> Iterator[Counter[str]]:
     """CPU seconds of the calling thread in each kernel of a set (a rank has one thread)."""
-    times: Counter[str] = Counter()
     cls = type(get_ops(ops))
+    with call_timers([(cls, name) for name in KERNELS], time.thread_time) as times:
+        yield times
 
-    def timed(name: str) -> Callable[..., Any]:
-        original = getattr(cls, name)
 
+@contextmanager
+def call_timers(functions: Iterable[tuple[Any, str]], clock: Callable[[], float]) -> Iterator[Counter[str]]:
+    """Seconds of `clock`, by name, in each (owner, name): functions of modules or methods of classes."""
+    times: Counter[str] = Counter()
+
+    def timed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            begin = time.thread_time()
+            begin = clock()
             try:
                 return original(*args, **kwargs)
             finally:
-                times[name] += time.thread_time() - begin  # type: ignore[assignment]
+                times[name] += clock() - begin  # type: ignore[assignment]
 
         return call
 
     with ExitStack() as stack:
-        for name in KERNELS:
-            stack.enter_context(mock.patch.object(cls, name, timed(name)))
+        for owner, name in functions:
+            stack.enter_context(mock.patch.object(owner, name, timed(name, getattr(owner, name))))
         yield times
 
 
